@@ -1,0 +1,193 @@
+"""A plan is the value of the four choices: frozen, comparable, readable and writable as a plain mapping."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from fourfold.plan.technique import Technique, TechniqueError
+
+SHARD = ("none", "optimizer", "gradients", "parameters")
+RECOMPUTE = ("none", "selective", "full")
+PRECISION = ("fp32", "bf16", "fp64")
+AXES = ("x", "y", "z", "data", "pipe", "context", "expert")
+"""The mesh axes, fastest first."""
+
+
+class PlanError(ValueError):
+    """A plan that cannot be: says which setting, what was expected and found, and what to try."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where every tensor lives.
+
+    Attributes:
+        data: replicas; each takes its share of the batch. Never shards.
+        z: ranks over which the rows of every stored weight (and of the batch) are cut.
+        shard: what stays cut over z between uses: the optimizer state (ZeRO-1), also gradients (ZeRO-2), also
+            parameters (ZeRO-3, FSDP). "none" needs z = 1.
+        recompute: what backward computes again: nothing, the attention core ("selective"), or whole blocks ("full").
+        precision: of compute and of moving weights; master weights and the optimizer stay in fp32 (fp64: all in fp64).
+        prefetch: gather the next unit's weights while this one computes.
+        bucket: smallest message in bytes; neighbouring units are merged until they reach it (0: one message a block).
+    """
+
+    data: int = 1
+    z: int = 1
+    shard: str = "none"
+    recompute: str = "none"
+    precision: str = "fp32"
+    prefetch: bool = True
+    bucket: int = 0
+
+    def __post_init__(self) -> None:
+        for axis in ("data", "z"):
+            size = getattr(self, axis)
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise PlanError(f"plan.placement.{axis}: expected a whole number of at least 1, found {size!r}")
+        for name, allowed in (("shard", SHARD), ("recompute", RECOMPUTE), ("precision", PRECISION)):
+            value = getattr(self, name)
+            if value not in allowed:
+                near = get_close_matches(str(value), allowed, n=1)
+                hint = f" (did you mean {near[0]!r}?)" if near else ""
+                raise PlanError(f"plan.placement.{name}: expected one of {', '.join(allowed)}, found {value!r}{hint}")
+        if not isinstance(self.prefetch, bool):
+            raise PlanError(f"plan.placement.prefetch: expected true or false, found {self.prefetch!r}")
+        if not isinstance(self.bucket, int) or isinstance(self.bucket, bool) or self.bucket < 0:
+            raise PlanError(f"plan.placement.bucket: expected a number of bytes of at least 0, found {self.bucket!r}")
+        if self.shard == "none" and self.z > 1:
+            raise PlanError(
+                f"plan.placement.z: z = {self.z} cuts weights, but shard is 'none'; "
+                f"say shard: optimizer, gradients or parameters, or use data: {self.z} for plain replicas"
+            )
+
+    @property
+    def world(self) -> int:
+        """How many ranks this placement needs."""
+        return self.data * self.z
+
+    def axes(self) -> dict[str, int]:
+        """Sizes of the mesh axes, fastest first."""
+        return {"x": 1, "y": 1, "z": self.z, "data": self.data, "pipe": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """In which form traffic crosses: one codec for each kind of traffic that a codec may take (None: as it is)."""
+
+    gradient: Technique | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Placement, schedule, wire, sync."""
+
+    placement: Placement = dataclasses.field(default_factory=Placement)
+    schedule: Technique = dataclasses.field(default_factory=lambda: Technique.find("schedule", "accumulate"))
+    wire: Wire = dataclasses.field(default_factory=Wire)
+    sync: Technique = dataclasses.field(default_factory=lambda: Technique.find("sync", "bsp"))
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any] | None = None) -> Plan:
+        """Read a plan from a plain mapping (what a file holds under `plan:`).
+
+        Raises:
+            PlanError: an unknown key (with the nearest name) or a value that cannot be.
+        """
+        settings = dict(settings or {})
+        _known("plan", settings, ("placement", "schedule", "wire", "sync"))
+        placement = _mapping("plan.placement", settings.get("placement"))
+        _known("plan.placement", placement, [entry.name for entry in dataclasses.fields(Placement)])
+        wire = _mapping("plan.wire", settings.get("wire"))
+        _known("plan.wire", wire, [entry.name for entry in dataclasses.fields(Wire)])
+        return cls(
+            placement=Placement(**placement),
+            schedule=_technique("plan.schedule", "schedule", settings.get("schedule"), "accumulate"),
+            wire=Wire(**{kind: _technique(f"plan.wire.{kind}", "codec", value, None) for kind, value in wire.items()}),
+            sync=_technique("plan.sync", "sync", settings.get("sync"), "bsp"),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plain mapping that `of` reads back to an equal plan."""
+        wire = {entry.name: getattr(self.wire, entry.name) for entry in dataclasses.fields(Wire)}
+        return {
+            "placement": dataclasses.asdict(self.placement),
+            "schedule": self.schedule.to_dict(),
+            "wire": {kind: codec.to_dict() for kind, codec in wire.items() if codec is not None},
+            "sync": self.sync.to_dict(),
+        }
+
+    @property
+    def world(self) -> int:
+        """How many ranks this plan needs."""
+        return self.placement.world
+
+    @property
+    def inexact(self) -> tuple[str, ...]:
+        """Why this plan's numbers differ from serial ones, each with its bound; empty for an exact plan."""
+        reasons = []
+        if self.placement.precision == "bf16" and self.world > 1:
+            reasons.append(
+                "gradients cross in bf16: each rank's addend is rounded once, "
+                "so a sum is off by at most 2**-8 of the sum of the addends' magnitudes"
+            )
+        if self.wire.gradient is not None:
+            codec = self.wire.gradient.module.Codec(self.wire.gradient.options)
+            if not codec.exact:
+                reasons.append(f"gradients cross as {self.wire.gradient.name}: contraction {codec.contraction:g}")
+        rule = self.sync.module.Rule
+        if not rule.exact:
+            reasons.append(f"replicas agree by {self.sync.name}, which is not bulk-synchronous")
+        return tuple(reasons)
+
+    @property
+    def exact(self) -> bool:
+        """This plan's run equals the serial one up to the rounding of sums taken in another order."""
+        return not self.inexact
+
+    def __str__(self) -> str:
+        place = self.placement
+        words = [f"data {place.data}"] if place.data > 1 or place.z == 1 else []
+        if place.z > 1:
+            words.append(f"z {place.z} shard {place.shard}")
+        words += [f"recompute {place.recompute}"] if place.recompute != "none" else []
+        words += [place.precision] if place.precision != "fp32" else []
+        microbatches = getattr(self.schedule.options, "microbatches", 1)
+        words += [f"{self.schedule.name} {microbatches}"] if microbatches > 1 or self.schedule.name != "accumulate" else []
+        words += [f"gradient as {self.wire.gradient.name}"] if self.wire.gradient else []
+        words += [self.sync.name] if self.sync.name != "bsp" else []
+        return ", ".join(words)
+
+
+def _known(where: str, settings: Mapping[str, Any], allowed: Any) -> None:
+    for key in settings:
+        if key not in allowed:
+            near = get_close_matches(str(key), list(allowed), n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise PlanError(f"{where}.{key}: no such setting{hint}; expected one of {', '.join(allowed)}")
+
+
+def _mapping(where: str, value: Any) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise PlanError(f"{where}: expected a mapping of settings, found {value!r}")
+    return dict(value)
+
+
+def _technique(where: str, room: str, value: Any, default: str | None) -> Any:
+    if value is None:
+        return Technique.find(room, default) if default else None
+    if isinstance(value, str):
+        value = {"name": value}
+    settings = _mapping(where, value)
+    name = settings.pop("name", default)
+    if not isinstance(name, str):
+        raise PlanError(f"{where}.name: expected the name of a technique, found {name!r}")
+    try:
+        return Technique.find(room, name, settings)
+    except (TechniqueError, TypeError, ValueError) as error:
+        raise PlanError(f"{where}: {error}") from error

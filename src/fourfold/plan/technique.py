@@ -1,0 +1,73 @@
+"""A technique is one file. It is found by the file's name and imported only when it is chosen.
+
+The file defines a frozen dataclass `Options` (its settings, with defaults) and whatever its room asks for:
+an order a function `order`, a rule a class `Rule`, a codec a class `Codec`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Mapping
+from difflib import get_close_matches
+from types import ModuleType
+from typing import Any
+
+ROOMS = {"schedule": "fourfold.schedule.orders", "codec": "fourfold.wire.codecs", "sync": "fourfold.sync"}
+"""Where the files of each kind of technique live."""
+
+
+class TechniqueError(ValueError):
+    """A technique that does not exist, or options that it does not take."""
+
+
+def techniques(room: str) -> tuple[str, ...]:
+    """The names of a room's techniques, from its file names; nothing is imported but the package itself."""
+    package = importlib.util.find_spec(ROOMS[room])
+    assert package is not None and package.submodule_search_locations is not None
+    found = pkgutil.iter_modules(package.submodule_search_locations)
+    return tuple(sorted(module.name for module in found if not module.name.startswith("_")))
+
+
+@dataclasses.dataclass(frozen=True)
+class Technique:
+    """A technique's name and its options: comparable, and writable as a plain mapping."""
+
+    room: str
+    name: str
+    options: Any
+
+    @classmethod
+    def find(cls, room: str, name: str, settings: Mapping[str, Any] | None = None) -> Technique:
+        """Import the file called `name` and build its options.
+
+        Raises:
+            TechniqueError: no such file, or a setting that it does not have, with the nearest name.
+        """
+        known = techniques(room)
+        if name not in known:
+            raise TechniqueError(f"{room} has no technique {name!r}{_nearest(name, known)}; it has: {', '.join(known)}")
+        options = importlib.import_module(f"{ROOMS[room]}.{name}").Options
+        fields = tuple(entry.name for entry in dataclasses.fields(options))
+        for key in settings or {}:
+            if key not in fields:
+                raise TechniqueError(
+                    f"{room} {name!r} has no option {key!r}{_nearest(key, fields)}; it has: {', '.join(fields) or 'none'}"
+                )
+        return cls(room, name, options(**(settings or {})))
+
+    @property
+    def module(self) -> ModuleType:
+        """The technique's file, imported."""
+        return importlib.import_module(f"{ROOMS[self.room]}.{self.name}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Name and options as one flat mapping, the form that a plan file holds."""
+        return {"name": self.name, **dataclasses.asdict(self.options)}
+
+
+def _nearest(name: str, known: tuple[str, ...]) -> str:
+    near = get_close_matches(name, known, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
