@@ -31,7 +31,8 @@ class Placement:
             parameters (ZeRO-3, FSDP). "none" needs z = 1.
         recompute: what backward computes again: nothing, the attention core ("selective"), or whole blocks ("full").
         precision: of compute and of moving weights; master weights and the optimizer stay in fp32 (fp64: all in fp64).
-        prefetch: gather the next unit's weights while this one computes.
+        overlap: gather the next unit's weights and scatter gradients while units compute; off: the same collectives,
+            waited for at once (the bits are the same).
         bucket: smallest message in bytes; neighbouring units are merged until they reach it (0: one message a block).
     """
 
@@ -40,7 +41,7 @@ class Placement:
     shard: str = "none"
     recompute: str = "none"
     precision: str = "fp32"
-    prefetch: bool = True
+    overlap: bool = True
     bucket: int = 0
 
     def __post_init__(self) -> None:
@@ -54,8 +55,8 @@ class Placement:
                 near = get_close_matches(str(value), allowed, n=1)
                 hint = f" (did you mean {near[0]!r}?)" if near else ""
                 raise PlanError(f"plan.placement.{name}: expected one of {', '.join(allowed)}, found {value!r}{hint}")
-        if not isinstance(self.prefetch, bool):
-            raise PlanError(f"plan.placement.prefetch: expected true or false, found {self.prefetch!r}")
+        if not isinstance(self.overlap, bool):
+            raise PlanError(f"plan.placement.overlap: expected true or false, found {self.overlap!r}")
         if not isinstance(self.bucket, int) or isinstance(self.bucket, bool) or self.bucket < 0:
             raise PlanError(f"plan.placement.bucket: expected a number of bytes of at least 0, found {self.bucket!r}")
         if self.shard == "none" and self.z > 1:
