@@ -1,0 +1,42 @@
+# The two commands that matter: `make train` and `make test`. Both set up .venv first, once.
+
+BIN := .venv/bin
+PYTHON ?= python3
+# What follows `fourfold train …` or `pytest …` on its command line.
+ARGS ?=
+
+.PHONY: help setup train test test-long check documents changelog clean
+
+help:
+	@echo "make train      train a small GPT on two processes and write a report (about two minutes)"
+	@echo "make test       run the test suite"
+	@echo "make test-long  run the long sweeps as well"
+	@echo "make check      house rules: lint, types, layers, the documents' commands, the wheel"
+	@echo "make setup      only create .venv and install into it"
+	@echo "make changelog  show the release notes that the fragments in changelog.d make"
+	@echo "make clean      remove .venv, caches and build results (runs/ stays)"
+
+setup:
+	@PYTHON="$(PYTHON)" scripts/setup
+
+train: setup
+	$(BIN)/fourfold train examples/gpt_stdlib.yaml $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+test-long: setup
+	$(BIN)/python -m pytest -m "long or not long and not documents" --timeout 3600 $(ARGS)
+
+check: setup
+	scripts/check
+
+documents: setup
+	$(BIN)/python -m pytest -m documents tests/docs $(ARGS)
+
+changelog: setup
+	$(BIN)/towncrier build --draft
+
+clean:
+	rm -rf .venv dist build .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
