@@ -1,0 +1,33 @@
+"""When every piece of work runs: an order yields actions, `bind` and `validate` make a program, `drive` runs it.
+
+```python
+program = validate(bind(order(Shape(stages=4, microbatches=8, workers=4), options), workers=4))
+print(draw(simulate(program, cost)))
+drive(program, Inline({"forward": forward, "backward": backward, "update": update}))
+```
+
+A new schedule is one file in `orders`: a frozen dataclass `Options` and a generator function `order`.
+"""
+
+from fourfold.schedule.action import ANY as ANY
+from fourfold.schedule.action import Action as Action
+from fourfold.schedule.action import Buffer as Buffer
+from fourfold.schedule.action import ScheduleError as ScheduleError
+from fourfold.schedule.bind import bind as bind
+from fourfold.schedule.draw import draw as draw
+from fourfold.schedule.drive import drive as drive
+from fourfold.schedule.inline import Inline as Inline
+from fourfold.schedule.machine import Body as Body
+from fourfold.schedule.machine import Completion as Completion
+from fourfold.schedule.machine import Machine as Machine
+from fourfold.schedule.order import Order as Order
+from fourfold.schedule.order import Shape as Shape
+from fourfold.schedule.program import Lane as Lane
+from fourfold.schedule.program import Program as Program
+from fourfold.schedule.simulate import simulate as simulate
+from fourfold.schedule.template import Part as Part
+from fourfold.schedule.template import Template as Template
+from fourfold.schedule.threads import Threads as Threads
+from fourfold.schedule.timeline import Timeline as Timeline
+from fourfold.schedule.validate import validate as validate
+from fourfold.schedule.virtual import Virtual as Virtual

@@ -1,0 +1,42 @@
+"""An order answers *when*: a generator of actions over a shape. One file a schedule, no torch in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+from fourfold.schedule.action import Action, ScheduleError
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a schedule is laid over.
+
+    Attributes:
+        stages: consecutive parts of the model; each runs forward and backward once a micro-batch.
+        microbatches: parts of one optimizer step's batch.
+        workers: members of the pipeline.
+        chunks: stages a worker holds, where an order deals several to each.
+    """
+
+    stages: int = 1
+    microbatches: int = 1
+    workers: int = 1
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ScheduleError(
+                    f"{entry.name} of a schedule: expected a whole number of at least 1, found {value!r}"
+                )
+
+
+class Order(Protocol):
+    """What a schedule's file offers under the name `order`, beside its dataclass `Options`."""
+
+    def __call__(self, shape: Shape, options: Any) -> Iterator[Action]:
+        """Yield every action of one optimizer step, each worker's in the sequence in which it shall run them."""
+        ...
