@@ -6,7 +6,7 @@ can be printed beside the figure that it measured.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -112,9 +112,52 @@ class Ledger:
             if (axis is None or key.axis == axis) and (kind is None or key.kind == kind)
         )
 
+    def to_dict(self) -> dict[str, Any]:
+        """The plain mapping, ready for JSON, that `from_dict` reads back; a flow is written "axis/kind/op"."""
+        return {
+            "rank": self.rank,
+            "step": self.step,
+            "steps": {
+                str(step): {"/".join(flow): [traffic.calls, traffic.bytes] for flow, traffic in flows.items()}
+                for step, flows in self.steps.items()
+            },
+            "spans": [list(span) for span in self.spans],
+            "memory": dict(self.memory),
+            "notes": dict(self.notes),
+        }
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Ledger:
+        """Read what `to_dict` wrote.
+
+        Raises:
+            ValueError: it is not a ledger; the message names the part that cannot be read.
+        """
+        try:
+            return cls(
+                rank=int(plain["rank"]),
+                step=int(plain["step"]),
+                steps={int(step): _flows(flows) for step, flows in plain["steps"].items()},
+                spans=[Span(lane, name, int(start), int(end), args) for lane, name, start, end, args in plain["spans"]],
+                memory={str(category): int(nbytes) for category, nbytes in plain["memory"].items()},
+                notes={str(note): float(value) for note, value in plain["notes"].items()},
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"not a ledger: {type(error).__name__} {error}; expected what Ledger.to_dict wrote"
+            ) from error
+
     def __sub__(self, measured: Ledger) -> list[Difference]:
         """Forecast minus measurement, row by row: bytes of one step, memory, notes."""
         return list(_rows(self, measured))
+
+
+def _flows(plain: Mapping[str, Any]) -> dict[Flow, Traffic]:
+    flows = {}
+    for key, (calls, nbytes) in plain.items():
+        axis, kind, op = key.split("/")
+        flows[Flow(axis, kind, op)] = Traffic(int(calls), int(nbytes))
+    return flows
 
 
 def _rows(forecast: Ledger, measured: Ledger) -> Iterator[Difference]:
