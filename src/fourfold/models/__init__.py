@@ -1,0 +1,1 @@
+"""Plain PyTorch models: not one parallel line in them. They import torch alone."""

@@ -1,0 +1,24 @@
+"""Randomness as a function of logical coordinates, never of rank, stage or world size.
+
+`philox` has the streams, `dropout` the masks at an ambient position, `streams` the mode that makes a stock model use
+them. Below `training`, nothing touches torch's default generator.
+"""
+
+from fourfold.randomness.dropout import Position, at, current, dropout, threshold
+from fourfold.randomness.philox import RandomnessError, bits, normal, permutation, uniform
+from fourfold.randomness.streams import Streams, inside
+
+__all__ = [
+    "Position",
+    "RandomnessError",
+    "Streams",
+    "at",
+    "bits",
+    "current",
+    "dropout",
+    "inside",
+    "normal",
+    "permutation",
+    "threshold",
+    "uniform",
+]

@@ -1,0 +1,162 @@
+"""Dropout whose mask is a function of (seed, step, site, logical element).
+
+It reads the ambient `Position` of the rows being computed. Memory order is assumed batch-major: dim 0 of the tensor
+is made of whole rows (batch; batch × time; batch × heads), and element e of local row r is element
+(position.row + r) · (elements a row) + e of the site's stream, however micro-batches and ranks cut the rows.
+
+On CUDA the generator is torch's stateless Philox with one key a row: other masks than on CPU, but again equal for
+every plan on that kind of device. That kernel is written for real and was never run: its calls and shapes are tested
+on meta tensors only.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fourfold import torch_private
+from fourfold.randomness.philox import RandomnessError, bits
+
+LANES = 1 << 16
+"""A mask compares 16-bit lanes: probabilities are multiples of 1/65536."""
+
+
+class Position(NamedTuple):
+    """Where in the logical run the rows being computed stand.
+
+    Attributes:
+        seed: of the run.
+        step: optimizer step.
+        row: logical index, inside the step's global batch, of the first local row.
+        rows: number of local rows.
+    """
+
+    seed: int
+    step: int
+    row: int
+    rows: int
+
+
+class _Ambient(threading.local):
+    position: Position | None = None
+
+
+_ambient = _Ambient()
+
+
+def current() -> Position | None:
+    """The ambient position of this thread.
+
+    Autograd runs CUDA's backward in threads of its own: whoever recomputes there captures the position in the forward
+    and enters `at` again inside the recomputed function.
+    """
+    return _ambient.position
+
+
+@contextmanager
+def at(position: Position | None) -> Iterator[None]:
+    """Everything computed inside, on this thread, is at `position` (None: nowhere, torch's own generators)."""
+    before, _ambient.position = _ambient.position, position
+    try:
+        yield
+    finally:
+        _ambient.position = before
+
+
+def threshold(p: float) -> int:
+    """Lanes below this are dropped: p in units of 1/65536, rounded. The scale uses the rounded p: means are exact."""
+    if not 0.0 <= p <= 1.0:
+        raise RandomnessError(f"dropout probability {p}: expected 0 ≤ p ≤ 1")
+    return round(p * LANES)
+
+
+def _scale(p: float) -> float:
+    kept = LANES - threshold(p)
+    return LANES / kept if kept else 0.0
+
+
+def _here(x: Tensor, site: str) -> Position:
+    """The ambient position, once it is sure that dim 0 of `x` is made of whole rows."""
+    position = current()
+    if position is None:
+        raise RandomnessError(
+            f"dropout at {site!r} outside of any position: enter fourfold.randomness.at(Position(...))"
+        )
+    if x.dim() == 0 or x.shape[0] % position.rows:
+        raise RandomnessError(
+            f"dropout at {site!r}: dim 0 of a tensor of shape {tuple(x.shape)} does not hold whole rows of the"
+            f" {position.rows} local rows at logical row {position.row}, so its mask cannot follow the rows;"
+            " expected a batch-major tensor: put the batch first where this layer is called"
+        )
+    return position
+
+
+def _keep_cpu(x: Tensor, p: float, site: str) -> Tensor:
+    position = _here(x, site)
+    start = position.row * (x.numel() // position.rows)
+    lanes = bits(position.seed, site, position.step, start, x.numel())
+    return torch.from_numpy(lanes >= threshold(p)).view(x.shape)
+
+
+def _keep_cuda(x: Tensor, p: float, site: str) -> Tensor:
+    """One key a row, made on the host: (hash of seed, step, site and logical row; offset 0)."""
+    position = _here(x, site)
+    names = (f"{position.seed}/{position.step}/{site}/{position.row + row}" for row in range(position.rows))
+    digests = [blake2b(name.encode(), digest_size=8).digest() for name in names]
+    keys = np.array([[[int.from_bytes(digest, "little"), 0]] for digest in digests], dtype=np.uint64)
+    drawn = torch.empty((position.rows, x.numel() // position.rows), dtype=torch.float32, device=x.device)
+    torch_private.stateless_uniform(torch.from_numpy(keys).to(x.device), drawn)
+    return (drawn >= threshold(p) / LANES).view(x.shape)
+
+
+def _dropped(x: Tensor, keep: Tensor, p: float) -> Tensor:
+    return (x * keep).mul_(_scale(p))
+
+
+# A dispatcher op with one kernel a device: a compiled graph holds it whole, and it reads the position when it runs.
+_library = torch.library.Library("fourfold", "FRAGMENT")
+_library.define("dropout(Tensor x, float p, str site) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+@torch.library.impl(_library, "dropout", "CPU")
+def _dropout_cpu(x: Tensor, p: float, site: str) -> tuple[Tensor, Tensor]:
+    keep = _keep_cpu(x, p, site)
+    return _dropped(x, keep, p), keep
+
+
+@torch.library.impl(_library, "dropout", "CUDA")
+def _dropout_cuda(x: Tensor, p: float, site: str) -> tuple[Tensor, Tensor]:
+    keep = _keep_cuda(x, p, site)
+    return _dropped(x, keep, p), keep
+
+
+@torch.library.register_fake("fourfold::dropout", lib=_library)
+def _dropout_fake(x: Tensor, p: float, site: str) -> tuple[Tensor, Tensor]:
+    keep = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+    return x * keep, keep
+
+
+def _remember(ctx, inputs: tuple[Tensor, float, str], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(output[1])
+    ctx.p = inputs[1]
+
+
+def _backward(ctx, gradient: Tensor, _: Tensor | None) -> tuple[Tensor, None, None]:
+    (keep,) = ctx.saved_tensors
+    return _dropped(gradient, keep, ctx.p), None, None
+
+
+torch.library.register_autograd("fourfold::dropout", _backward, setup_context=_remember, lib=_library)
+
+
+def dropout(x: Tensor, p: float, site: str) -> Tensor:
+    """Dropout at the ambient position: zero with probability p, else scaled by 1/(1 − p). Saves the bool mask alone."""
+    return torch.ops.fourfold.dropout(x, p, site)[0]

@@ -1,0 +1,197 @@
+"""A function mode that makes a stock model draw its dropout from logical streams.
+
+The mode is entered *inside* a block's forward by `inside(block, path)`: autograd recomputes with the modes of the step
+popped, and a mode around the step would miss it. A site is the path given to `inside` plus the ordinal of the dropout
+within that call, so that a recomputation repeats the names of the first run. Around the blocks the whole model is
+inside its own scope (path ""); there a site also names the block that ran last, hence a pipeline stage that owns only
+the head gives its dropouts the names that one process gives them.
+
+Attention dropout inside `F.scaled_dot_product_attention` is computed by the plain formula, since no fused kernel takes
+a mask: on CPU torch does the same, on CUDA the flash kernel is given up while attention dropout is on.
+Other random calls of a model in training (`torch.rand`, `torch.bernoulli`) are torch's own and are left alone.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fourfold import torch_private
+from fourfold.randomness.dropout import LANES, current, dropout, threshold
+from fourfold.randomness.philox import RandomnessError
+
+
+class Streams(TorchFunctionMode):
+    """Replaces every dropout in training by `fourfold::dropout`, at sites that begin with `prefix`."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__()
+        self.prefix = prefix
+        self.ordinal = 0
+
+    def site(self) -> str:
+        """The name of the next draw."""
+        self.ordinal += 1
+        return f"{self.prefix}#{self.ordinal - 1}"
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        replacement = _REPLACEMENTS.get(func)
+        if replacement is None:
+            return func(*args, **(kwargs or {}))
+        return replacement(self, func, *args, **(kwargs or {}))
+
+
+class _Scopes(threading.local):
+    innermost: Streams | None = None
+
+
+_scopes = _Scopes()
+
+
+def innermost() -> Streams | None:
+    """The scope whose sites are being drawn from in this thread, if any."""
+    return _scopes.innermost
+
+
+@contextmanager
+def inside(module: nn.Module, prefix: str) -> Iterator[None]:
+    """The scope of one call of `module`, whose path in the logical model is `prefix` ("" for the whole model).
+
+    Without an ambient position (evaluation, plain use), or when the module is in eval mode, torch is left alone.
+    """
+    if current() is None or not module.training:
+        yield
+        return
+    outer, scope = _scopes.innermost, Streams(prefix)
+    _scopes.innermost = scope
+    try:
+        with scope:
+            yield
+    finally:
+        _scopes.innermost = outer
+        if outer is not None:
+            outer.prefix, outer.ordinal = f"{outer.prefix.split('>')[0]}>{prefix}", 0
+
+
+def _plain(
+    streams: Streams, func: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    if not training or p == 0.0:
+        return func(input, p, training, inplace)
+    result = dropout(input, p, streams.site())
+    return input.copy_(result) if inplace else result
+
+
+def _functional(streams: Streams, func: Callable, input: Tensor, p: float, train: bool) -> Tensor:
+    """`torch.dropout` and `torch.dropout_`."""
+    if not train or p == 0.0:
+        return func(input, p, train)
+    result = dropout(input, p, streams.site())
+    return input.copy_(result) if func is torch.dropout_ else result
+
+
+def _channels(
+    streams: Streams, func: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """`dropout1d` … `dropout3d`: whole channels of (rows, channels, …)."""
+    if not training or p == 0.0:
+        return func(input, p, training, inplace)
+    result = input * dropout(_one_per_channel(input), p, streams.site())
+    return input.copy_(result) if inplace else result
+
+
+def _alpha(
+    streams: Streams, func: Callable, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+) -> Tensor:
+    """`alpha_dropout`, `feature_alpha_dropout`: keeps mean and variance (Klambauer et al., NeurIPS 2017)."""
+    if not training or p == 0.0:
+        return func(input, p, training, inplace)
+    shape = _one_per_channel(input) if func is F.feature_alpha_dropout else torch.ones_like(input)
+    keep = (dropout(shape, p, streams.site()) != 0).to(input.dtype)
+    p = threshold(p) / LANES
+    if p == 1.0:
+        result = input * keep
+    else:
+        alpha = 1.7580993408473766  # scale × alpha of SELU
+        a = 1 / math.sqrt((alpha * alpha * p + 1) * (1 - p))
+        result = input * (keep * a) + ((keep - 1) * (alpha * a) + alpha * a * p)
+    return input.copy_(result) if inplace else result
+
+
+def _one_per_channel(input: Tensor) -> Tensor:
+    return torch.ones(input.shape[:2] + (1,) * (input.dim() - 2), dtype=input.dtype, device=input.device)
+
+
+def _attention(
+    streams: Streams,
+    func: Callable,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The formula of torch's documentation, with a mask of ours on the weights. (rows, heads, queries, features)."""
+    if dropout_p == 0.0:
+        return func(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        if attn_mask is not None:
+            raise RandomnessError(
+                f"attention at {streams.prefix!r}: both attn_mask and is_causal are given; torch takes one"
+            )
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -math.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return dropout(torch_private.safe_softmax(scores), dropout_p, streams.site()) @ value
+
+
+def _composite(streams: Streams, func: Callable, *args: Any, **kwargs: Any) -> Any:
+    """A function that calls dropout inside: its body runs under the mode."""
+    with streams:
+        return torch_private.undispatched(func)(*args, **kwargs)
+
+
+def _recurrent(streams: Streams, func: Callable, *args: Any) -> Any:
+    at = next(i for i, value in enumerate(args) if isinstance(value, float))
+    p, training = args[at], args[at + 1]
+    if training and p > 0.0:
+        raise RandomnessError(
+            f"{streams.prefix!r}: {func.__name__} draws the dropout between its layers (p = {p}) inside a kernel, so it"
+            " cannot follow logical rows; set its dropout to 0 and put an nn.Dropout between single layers"
+        )
+    return func(*args)
+
+
+_REPLACEMENTS: dict[Callable, Callable] = {
+    F.dropout: _plain,
+    torch.dropout: _functional,
+    torch.dropout_: _functional,
+    F.dropout1d: _channels,
+    F.dropout2d: _channels,
+    F.dropout3d: _channels,
+    F.alpha_dropout: _alpha,
+    F.feature_alpha_dropout: _alpha,
+    F.scaled_dot_product_attention: _attention,
+    F.multi_head_attention_forward: _composite,
+    torch.lstm: _recurrent,
+    torch.gru: _recurrent,
+    torch.rnn_tanh: _recurrent,
+    torch.rnn_relu: _recurrent,
+}

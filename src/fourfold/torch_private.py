@@ -1,0 +1,127 @@
+"""The only file that uses private names of torch, one small function each.
+
+Private names change without notice: `tests/test_torch_private.py` holds a contract for every function here, so that a
+new torch fails there, by name, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from math import prod
+from types import FunctionType
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+
+def stateless_uniform(keys: Tensor, out: Tensor) -> Tensor:
+    """Fill `out` with uniforms in [0, 1) by torch's stateless Philox: row i of `out` is a function of `keys[i]` only.
+
+    CUDA and meta only: torch 2.13 has no CPU kernel (and fourfold uses numpy's Philox there).
+
+    Args:
+        keys: (rows, 1, 2), uint64: (seed, offset) of each row, on `out`'s device.
+        out: (rows, elements a row), floating point.
+    """
+    return torch.ops.aten._philox_uniform_(out, keys, 0.0, 1.0)
+
+
+def safe_softmax(scores: Tensor) -> Tensor:
+    """Softmax over the last dim in which a row of only -inf gives zeros (not NaN), as inside torch's own attention."""
+    return torch.ops.aten._safe_softmax(scores, -1)
+
+
+@functools.cache
+def undispatched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of a function of `torch.nn.functional` that does not hand itself to a function mode.
+
+    Composite functions such as `multi_head_attention_forward` give themselves to the active mode as a whole, and what
+    they call inside is then hidden from it. The copy runs its body, so that the mode sees the calls inside.
+    """
+    assert isinstance(function, FunctionType)
+    names = {**function.__globals__, "has_torch_function": lambda _: False}
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def dispatch_mode() -> type:
+    """The base class of modes that see every operator below autograd (`__torch_dispatch__`)."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    return TorchDispatchMode
+
+
+def fake_tensors() -> Any:
+    """A mode under which tensors have shapes and types, and no memory; a context manager."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def allocations(profile: Any) -> list[int]:
+    """Bytes of every allocation (positive) and release (negative) of the CPU allocator under a profile, in order.
+
+    Only what this thread did is recorded, and only releases of what was allocated under the profile.
+
+    Args:
+        profile: a finished `torch.profiler.profile(activities=[CPU], profile_memory=True)`.
+    """
+    kind = torch._C._profiler._EventType.Allocation
+    events, waiting = [], list(profile.profiler.kineto_results.experimental_event_tree())
+    while waiting:
+        event = waiting.pop()
+        if event.typed[0] == kind and event.typed[1].device.type == "cpu":
+            events.append((event.start_time_ns, len(events), event.typed[1].alloc_size))
+        waiting.extend(event.children)
+    return [nbytes for _, _, nbytes in sorted(events)]
+
+
+class Overlap(NamedTuple):
+    """What a saved and a wanted box share: their positions in the lists given, and the shared box in the coordinates of each."""
+
+    saved: int
+    wanted: int
+    saved_offsets: tuple[int, ...]
+    wanted_offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements shared."""
+        return prod(self.lengths)
+
+
+def overlaps(
+    name: str,
+    saved: list[tuple[tuple[int, ...], tuple[int, ...]]],
+    wanted: list[tuple[tuple[int, ...], tuple[int, ...]]],
+) -> list[Overlap]:
+    """Which parts of the saved boxes fill the wanted ones: the resharding of torch's distributed checkpoints.
+
+    Args:
+        name: of the logical tensor; only carried along.
+        saved, wanted: (offsets, sizes) of every box, per dim of the logical shape; none empty.
+    """
+    # Imported here: it doubles the time that `import torch` takes, and only loading a checkpoint needs it.
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+    def chunk(box: tuple[tuple[int, ...], tuple[int, ...]]) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(torch.Size(box[0]), torch.Size(box[1]))
+
+    # The planner reads the chunks only; size and dtype belong to the type.
+    stored = TensorStorageMetadata(TensorProperties(), torch.Size(()), [chunk(box) for box in saved])
+    items = create_read_items_for_chunk_list(name, stored, [chunk(box) for box in wanted])
+    return [
+        Overlap(
+            cast(int, item.storage_index.index),
+            cast(int, item.dest_index.index),
+            tuple(item.storage_offsets),
+            tuple(item.dest_offsets),
+            tuple(item.lengths),
+        )
+        for item in items
+    ]

@@ -1,0 +1,53 @@
+"""What each private name of torch promises us; a new torch that breaks one fails here."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from fourfold import torch_private
+
+
+def test_stateless_uniform_takes_one_key_a_row():
+    keys = torch.zeros(3, 1, 2, dtype=torch.uint64, device="meta")
+    assert torch_private.stateless_uniform(keys, torch.empty(3, 4, device="meta")).shape == (3, 4)
+
+
+def test_safe_softmax_of_a_masked_row_is_zero():
+    scores = torch.tensor([[0.0, 0.0], [-torch.inf, -torch.inf]])
+    assert torch.equal(torch_private.safe_softmax(scores), torch.tensor([[0.5, 0.5], [0.0, 0.0]]))
+
+
+def test_undispatched_lets_a_mode_see_the_calls_inside():
+    seen = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            if func is F.multi_head_attention_forward:
+                with self:
+                    return torch_private.undispatched(func)(*args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+    layer = torch.nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True).train()
+    x = torch.randn(2, 3, 4)
+    with Watch():
+        layer(x, x, x)
+    assert F.multi_head_attention_forward in seen and F.dropout in seen
+
+
+def test_overlaps_of_a_column_cut_with_a_row_cut():
+    saved = [((0, 0), (4, 3)), ((0, 3), (4, 2))]
+    wanted = [((3, 0), (1, 5)), ((0, 0), (2, 4))]
+    found = torch_private.overlaps("w", saved, wanted)
+    assert sorted(found) == [
+        (0, 0, (3, 0), (0, 0), (1, 3)),
+        (0, 1, (0, 0), (0, 0), (2, 3)),
+        (1, 0, (3, 0), (0, 3), (1, 2)),
+        (1, 1, (0, 0), (0, 3), (2, 1)),
+    ]
+
+
+def test_overlaps_of_a_scalar():
+    assert torch_private.overlaps("s", [((), ())], [((), ())]) == [(0, 0, (), (), ())]
