@@ -1,0 +1,146 @@
+"""The collectives as wire runs them, on the few transfers that a backend offers.
+
+Sums are taken in rank order, 0 first, so their bits depend neither on bucketing nor on who comes first. Backends'
+own reduce-scatters may not do that, and gloo's moves twice the bytes of the formula: an exchange and a local sum does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fourfold.plan.protocols import Codec
+from fourfold.wire.backends.channel import Channel
+from fourfold.wire.formulas import shares
+from fourfold.wire.work import Steps
+
+
+def all_gather(channel: Channel, out: Tensor, shard: Tensor, signature: str, codec: Codec | None) -> Steps:
+    """out (size × n) = every rank's shard (n), in rank order."""
+    slot = channel.reserve(signature)
+    if codec is None:
+        yield channel.all_gather(slot, out, shard, [shard.numel()] * channel.size)
+        return
+    payload = codec.encode(shard)
+    payloads = payload.new_empty(payload.numel() * channel.size)
+    yield channel.all_gather(slot, payloads, payload, [payload.numel()] * channel.size)
+    _decode(codec, payloads, [shard.numel()] * channel.size, out)
+
+
+def reduce_scatter(channel: Channel, out: Tensor, full: Tensor, signature: str, codec: Codec | None) -> Steps:
+    """out (n) = the sum over ranks of their parts of `full` (size × n) for this rank, added up in out's dtype."""
+    slot = channel.reserve(signature)
+    if codec is None and channel.native_reduce_scatter and out.dtype == full.dtype:
+        yield channel.reduce_scatter(slot, out, full)
+        return
+    splits = [out.numel()] * channel.size
+    received = full.new_empty(full.numel())
+    yield from _exchange(channel, slot, received, full, splits, splits, codec)
+    sum_in_order(out, received.view(channel.size, -1))
+
+
+def all_reduce(channel: Channel, tensor: Tensor, signature: str, codec: Codec | None) -> Steps:
+    """In place: an exchange of parts, a sum in rank order, a gather of the sums. Uneven parts where it must be."""
+    if codec is None and channel.native_all_reduce:
+        yield channel.all_reduce(channel.reserve(signature), tensor)
+        return
+    exchange, gather = channel.reserve(signature), channel.reserve(signature)
+    splits = shares(tensor.numel(), channel.size)
+    mine = tensor.split(splits)[channel.index]
+    received = tensor.new_empty(mine.numel() * channel.size)
+    yield from _exchange(channel, exchange, received, tensor, [mine.numel()] * channel.size, splits, codec)
+    parts = received.view(channel.size, -1)
+    if tensor.dtype in (torch.bfloat16, torch.float16):
+        mine.copy_(sum_in_order(torch.empty_like(mine, dtype=torch.float32), parts))
+    else:
+        sum_in_order(mine, parts)
+    if codec is None:
+        yield channel.all_gather(gather, tensor, mine, splits)
+        return
+    payload = codec.encode(mine)
+    sizes = [codec.wire_bytes(n, tensor.element_size()) // payload.element_size() for n in splits]
+    payloads = payload.new_empty(sum(sizes))
+    yield channel.all_gather(gather, payloads, payload, sizes)
+    _decode(codec, payloads, splits, tensor)
+
+
+def all_to_all(
+    channel: Channel,
+    out: Tensor,
+    inp: Tensor,
+    out_splits: Sequence[int],
+    in_splits: Sequence[int],
+    signature: str,
+    codec: Codec | None,
+) -> Steps:
+    """Part j of `inp` goes to rank j; part i of `out` comes from rank i. Splits are in elements."""
+    yield from _exchange(channel, channel.reserve(signature), out, inp, out_splits, in_splits, codec)
+
+
+def broadcast(channel: Channel, tensor: Tensor, source: int, signature: str, codec: Codec | None) -> Steps:
+    """Every rank's `tensor` becomes the source's; with a codec, the source's too becomes what the others decode."""
+    slot = channel.reserve(signature)
+    if codec is None:
+        yield channel.broadcast(slot, tensor, source)
+        return
+    payload = codec.encode(tensor)
+    yield channel.broadcast(slot, payload, source)
+    _decode(codec, payload, [tensor.numel()], tensor)
+
+
+def send(channel: Channel, tensor: Tensor, to: int, tag: int, codec: Codec | None) -> Steps:
+    """`tensor` to one rank."""
+    yield channel.send(tensor if codec is None else codec.encode(tensor), to, tag)
+
+
+def receive(channel: Channel, tensor: Tensor, source: int, tag: int, codec: Codec | None) -> Steps:
+    """`tensor` from one rank."""
+    if codec is None:
+        yield channel.receive(tensor, source, tag)
+        return
+    form = codec.encode(tensor.new_empty(0))
+    payload = form.new_empty(codec.wire_bytes(tensor.numel(), tensor.element_size()) // form.element_size())
+    yield channel.receive(payload, source, tag)
+    _decode(codec, payload, [tensor.numel()], tensor)
+
+
+def sum_in_order(out: Tensor, parts: Tensor) -> Tensor:
+    """out = parts[0] + parts[1] + …, from the left, in out's dtype; returns out. `parts`: (ranks, n)."""
+    if len(parts) > 1 and parts.dtype == out.dtype:
+        torch.add(parts[0], parts[1], out=out)
+        rest = parts[2:]
+    else:
+        out.copy_(parts[0])
+        rest = parts[1:]
+    for part in rest:
+        out.add_(part)
+    return out
+
+
+def _exchange(
+    channel: Channel,
+    slot: int,
+    out: Tensor,
+    inp: Tensor,
+    out_splits: Sequence[int],
+    in_splits: Sequence[int],
+    codec: Codec | None,
+) -> Steps:
+    if codec is None:
+        yield channel.all_to_all(slot, out, inp, out_splits, in_splits)
+        return
+    payloads = [codec.encode(part) for part in inp.split(list(in_splits))]
+    itemsize = payloads[0].element_size()
+    sizes = [codec.wire_bytes(n, inp.element_size()) // itemsize for n in out_splits]
+    received = payloads[0].new_empty(sum(sizes))
+    yield channel.all_to_all(slot, received, torch.cat(payloads), sizes, [one.numel() for one in payloads])
+    _decode(codec, received, out_splits, out)
+
+
+def _decode(codec: Codec, payloads: Tensor, splits: Sequence[int], out: Tensor) -> None:
+    itemsize = payloads.element_size()
+    sizes = [codec.wire_bytes(n, out.element_size()) // itemsize for n in splits]
+    for payload, part in zip(payloads.split(sizes), out.split(list(splits)), strict=True):
+        part.copy_(codec.decode(payload, part.numel(), part.dtype))

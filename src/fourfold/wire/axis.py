@@ -1,0 +1,339 @@
+"""One axis of the mesh: the collectives among its ranks, checked, metered, watched."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import weakref
+import zlib
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+import torch
+from torch import Tensor
+
+from fourfold.ledger import Ledger
+from fourfold.ledger.ledger import KINDS
+from fourfold.plan.protocols import Codec
+from fourfold.wire import algorithms, formulas
+from fourfold.wire.backends.channel import Channel
+from fourfold.wire.errors import UsageError, WireError
+from fourfold.wire.work import Steps, Work
+from fourfold.wire.world import World
+
+_numbers = itertools.count()
+_axes: weakref.WeakValueDictionary[str, Axis] = weakref.WeakValueDictionary()
+"""Axes by key, for registered ops, which can hold strings only. Weak: an axis lives as long as its mesh."""
+
+DIGEST_BITS = 52
+"""A digest fits a float64 exactly, so that `collect` can compare digests."""
+
+
+class Axis:
+    """The ranks along one axis (or a product of axes) as one of them sees it.
+
+    Every call returns at once with a `Work`; the tensors belong to it until `work.wait()` has returned. Issue
+    collectives in the same order on every rank of the axis. Tensors are contiguous; shapes do not matter, only the
+    number of elements does. `kind` says what the bytes are for (`ledger.KINDS`); `codec` in which form they cross.
+    On an axis of one rank every call is an immediate copy, takes no codec and counts nothing.
+
+    Attributes:
+        name: "z", or "z+data" for a product.
+        size, index: how many ranks, and which of them this is.
+        members: their ranks in the world, in order.
+        key: unique in this process; `wire.ops` takes it.
+        calls: collectives issued so far.
+        ledger: where bytes and spans are recorded.
+    """
+
+    def __init__(
+        self, world: World, name: str, members: Sequence[int], ledger: Ledger, channel: Channel | None
+    ) -> None:
+        self.world, self.name, self.members, self.ledger = world, name, tuple(members), ledger
+        self.size, self.index = len(self.members), self.members.index(world.rank)
+        self.key = f"{name}@{next(_numbers)}"
+        self.calls = 0
+        self._channel, self._digest = channel, 0
+        self._under_way: set[Work] = set()
+        self._signatures: dict[str, int] = {}
+        _axes[self.key] = self
+
+    def __repr__(self) -> str:
+        return f"Axis({self.name!r}, rank {self.index} of {self.size})"
+
+    # ---- collectives
+
+    def all_reduce(self, tensor: Tensor, kind: str, *, codec: Codec | None = None) -> Work:
+        """Sum `tensor` over the ranks, in place, in rank order: the bits do not depend on bucketing.
+
+        16-bit floats are added up in float32 and rounded once.
+        """
+        flat = _flat(tensor, "tensor")
+        if self._channel is None:
+            return self._alone("all_reduce", kind)
+        sent = formulas.all_reduce(self.size, *_wired(codec, flat.numel(), flat), self.index)
+        signature = self._sign("all_reduce", kind, flat, flat.numel())
+        return self._issue("all_reduce", kind, sent, algorithms.all_reduce(self._channel, flat, signature, codec))
+
+    def all_gather(self, out: Tensor, shard: Tensor, kind: str, *, codec: Codec | None = None) -> Work:
+        """`out` (size × n elements) = every rank's `shard` (n), in rank order. `shard` may be its own part of `out`."""
+        out, shard = _flat(out, "out"), _flat(shard, "shard")
+        self._expect("all_gather", "out", out, shard.numel() * self.size)
+        _same_dtype("all_gather", out, shard)
+        if self._channel is None:
+            _copy(out, shard)
+            return self._alone("all_gather", kind)
+        wired, _ = _wired(codec, shard.numel(), shard)
+        sent = formulas.all_gather(self.size, wired * self.size)
+        signature = self._sign("all_gather", kind, shard, shard.numel())
+        steps = algorithms.all_gather(self._channel, out, shard, signature, codec)
+        return self._issue("all_gather", kind, sent, steps)
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, kind: str, *, codec: Codec | None = None) -> Work:
+        """`out` (n) = the sum over ranks, in rank order and in out's dtype, of part `index` of `full` (size × n)."""
+        out, full = _flat(out, "out"), _flat(full, "full")
+        self._expect("reduce_scatter", "full", full, out.numel() * self.size)
+        if self._channel is None:
+            _copy(out, full)
+            return self._alone("reduce_scatter", kind)
+        wired, _ = _wired(codec, out.numel(), full)
+        sent = formulas.reduce_scatter(self.size, wired * self.size)
+        signature = self._sign("reduce_scatter", kind, full, out.numel())
+        steps = algorithms.reduce_scatter(self._channel, out, full, signature, codec)
+        return self._issue("reduce_scatter", kind, sent, steps)
+
+    def all_to_all(
+        self,
+        out: Tensor,
+        inp: Tensor,
+        kind: str,
+        out_splits: Sequence[int] | None = None,
+        in_splits: Sequence[int] | None = None,
+        *,
+        codec: Codec | None = None,
+    ) -> Work:
+        """Part j of `inp` goes to rank j, part i of `out` comes from rank i. Splits are in elements; even if None."""
+        out, inp = _flat(out, "out"), _flat(inp, "inp")
+        _same_dtype("all_to_all", out, inp)
+        outs = self._splits("all_to_all", "out", out, out_splits)
+        ins = self._splits("all_to_all", "in", inp, in_splits)
+        if self._channel is None:
+            self._expect("all_to_all", "out", out, inp.numel())
+            _copy(out, inp)
+            return self._alone("all_to_all", kind)
+        sent = formulas.all_to_all([_wired(codec, n, inp)[0] for n in ins], self.index)
+        even = out_splits is None and in_splits is None
+        signature = self._sign("all_to_all", kind, inp, inp.numel() if even else None)
+        steps = algorithms.all_to_all(self._channel, out, inp, outs, ins, signature, codec)
+        return self._issue("all_to_all", kind, sent, steps)
+
+    def broadcast(self, tensor: Tensor, source: int, kind: str, *, codec: Codec | None = None) -> Work:
+        """Every rank's `tensor` becomes that of rank `source` of this axis."""
+        flat = _flat(tensor, "tensor")
+        self._rank("broadcast", "source", source)
+        if self._channel is None:
+            return self._alone("broadcast", kind)
+        sent = formulas.broadcast(self.size, _wired(codec, flat.numel(), flat)[0], self.index)
+        signature = self._sign("broadcast", kind, flat, flat.numel(), f" from {source}")
+        return self._issue("broadcast", kind, sent, algorithms.broadcast(self._channel, flat, source, signature, codec))
+
+    def send(self, tensor: Tensor, to: int, kind: str, tag: int = 0, *, codec: Codec | None = None) -> Work:
+        """`tensor` to rank `to` of this axis. Messages of one pair and tag arrive in the order in which they were sent."""
+        flat = _flat(tensor, "tensor")
+        self._peer("send", "to", to, tag)
+        assert self._channel is not None
+        sent = formulas.send(_wired(codec, flat.numel(), flat)[0])
+        return self._issue("send", kind, sent, algorithms.send(self._channel, flat, to, tag, codec))
+
+    def receive(self, tensor: Tensor, source: int, kind: str, tag: int = 0, *, codec: Codec | None = None) -> Work:
+        """Fill `tensor` from rank `source` of this axis. Counts nothing: the sender did."""
+        flat = _flat(tensor, "tensor")
+        self._peer("receive", "source", source, tag)
+        assert self._channel is not None
+        return self._issue("receive", kind, 0, algorithms.receive(self._channel, flat, source, tag, codec))
+
+    # ---- control
+
+    def barrier(self) -> None:
+        """Return when every rank of the axis has come here."""
+        if self._channel is None:
+            return
+        mark = torch.zeros(self.size, dtype=torch.uint8, device=self.world.device)
+        signature = self._sign("barrier", "control", mark, 1)
+        steps = algorithms.all_gather(self._channel, mark, mark.new_zeros(1), signature, None)
+        self._issue("barrier", "control", formulas.barrier(self.size), steps).wait()
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize(self.world.device)
+
+    def collect(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's few numbers (equally many on each), in rank order."""
+        mine = torch.tensor(list(values), dtype=torch.float64, device=self.world.device)
+        every = mine.new_empty(self.size, len(mine))
+        self.all_gather(every, mine, "control").wait()
+        return every.tolist()
+
+    def digest(self) -> int:
+        """A running hash of every collective issued here (op, axis, kind, dtype, size): equal on all its ranks.
+
+        Messages between two ranks, and the splits of uneven exchanges, differ by rank and are left out.
+        """
+        return self._digest
+
+    def advance(self) -> None:
+        """Let every collective under way run the rounds that need not block."""
+        for work in list(self._under_way):
+            work.advance()
+
+    @property
+    def under_way(self) -> int:
+        """Collectives issued and not yet waited for."""
+        return len(self._under_way)
+
+    # ---- what a work tells its axis
+
+    def waiting(self, work: Work) -> None:
+        """The caller blocks in `work`."""
+        if self.world.watch is not None:
+            self.world.watch.enter(self.ledger.step, self.name, work.op, work.number)
+
+    def finished(self, work: Work) -> None:
+        """Results are in place."""
+        self._under_way.discard(work)
+        if self.world.watch is not None:
+            self.world.watch.leave(self.ledger.step, self.name, work.op, work.number)
+        if self.ledger.recording:
+            end = time.perf_counter_ns()
+            self.ledger.span(
+                f"wire:{self.name}",
+                work.op,
+                work.issued,
+                end,
+                kind=work.kind,
+                bytes=work.bytes,
+                exposed=work.exposed,
+            )
+
+    def failed(self, work: Work, error: Exception) -> Exception:
+        """What to raise in place of a backend's error."""
+        self._under_way.discard(work)
+        where = f"{work.op} {work.number} on axis {self.name} (ranks {', '.join(map(str, self.members))})"
+        reason = str(error) or type(error).__name__
+        missing = ""
+        if self.world.watch is not None:
+            missing = self.world.watch.describe_missing(self.members)
+        message = f"rank {self.world.rank}, step {self.ledger.step}: {where} failed: {reason}{missing}"
+        if isinstance(error, WireError):
+            error.args = (message,)
+            return error
+        return WireError(message)
+
+    # ---- inside
+
+    def _issue(self, op: str, kind: str, nbytes: int, steps: Steps) -> Work:
+        self.calls += 1
+        self.ledger.send(self.name, kind, op, nbytes)
+        assert self._channel is not None
+        if self.world.watch is not None:
+            self.world.watch.issue(self.ledger.step, self.name, op, self.calls)
+        work = Work(op, kind, nbytes, self.calls, self._channel.driven(steps), self)
+        if not work.done:
+            self._under_way.add(work)
+        return work
+
+    def _alone(self, op: str, kind: str) -> Work:
+        _known(kind)
+        return Work.complete(op, kind)
+
+    def _sign(self, op: str, kind: str, tensor: Tensor, numel: int | None, more: str = "") -> str:
+        """What this rank says that it is doing; also moves the digest on."""
+        size = "uneven" if numel is None else numel
+        signature = f"{op} of {kind} on {self.name}, {size} × {str(tensor.dtype).removeprefix('torch.')}{more}"
+        mark = self._signatures.get(signature)
+        if mark is None:
+            _known(kind)
+            mark = self._signatures[signature] = zlib.crc32(signature.encode())
+        self._digest = (self._digest * 1_000_003 + mark + 1) & ((1 << DIGEST_BITS) - 1)
+        return signature
+
+    def _expect(self, op: str, what: str, tensor: Tensor, numel: int) -> None:
+        if tensor.numel() != numel:
+            raise UsageError(
+                f"{op} on axis {self.name}: expected `{what}` to have {numel} elements (axis of {self.size}), "
+                f"found {tensor.numel()}; pad the shards to equal sizes"
+            )
+
+    def _splits(self, op: str, what: str, tensor: Tensor, splits: Sequence[int] | None) -> list[int]:
+        if splits is None:
+            each, rest = divmod(tensor.numel(), self.size)
+            if rest:
+                raise UsageError(
+                    f"{op} on axis {self.name}: {tensor.numel()} elements do not divide by {self.size} ranks; "
+                    f"say {what}_splits"
+                )
+            return [each] * self.size
+        if len(splits) != self.size or sum(splits) != tensor.numel() or min(splits) < 0:
+            raise UsageError(
+                f"{op} on axis {self.name}: expected {what}_splits of {self.size} counts that add up to "
+                f"{tensor.numel()}, found {list(splits)}"
+            )
+        return list(splits)
+
+    def _rank(self, op: str, what: str, rank: int) -> None:
+        if not 0 <= rank < self.size:
+            raise UsageError(
+                f"{op} on axis {self.name}: expected `{what}` to be a rank of the axis (0 … {self.size - 1}), found {rank}"
+            )
+
+    def _peer(self, op: str, what: str, rank: int, tag: int) -> None:
+        self._rank(op, what, rank)
+        if rank == self.index:
+            raise UsageError(
+                f"{op} on axis {self.name}: `{what}` = {rank} is this rank itself; keep the tensor instead"
+            )
+        if not 0 <= tag < 1 << 30:
+            raise UsageError(f"{op} on axis {self.name}: expected a tag from 0 to {(1 << 30) - 1}, found {tag}")
+
+
+def axis_of(key: str) -> Axis:
+    """The axis with this key.
+
+    Raises:
+        UsageError: no such axis is alive.
+    """
+    axis = _axes.get(key)
+    if axis is None:
+        raise UsageError(f"no axis has the key {key!r}: pass `axis.key`, and keep its mesh alive")
+    return axis
+
+
+def _known(kind: str) -> None:
+    if kind not in KINDS:
+        near = get_close_matches(kind, KINDS, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise UsageError(f"kind of traffic: expected one of {', '.join(KINDS)}, found {kind!r}{hint}")
+
+
+def _flat(tensor: Tensor, what: str) -> Tensor:
+    if not tensor.is_contiguous():
+        raise UsageError(
+            f"`{what}` of shape {tuple(tensor.shape)} is not contiguous: a copy would be lost; pack it first"
+        )
+    return tensor.detach().view(-1)
+
+
+def _same_dtype(op: str, out: Tensor, inp: Tensor) -> None:
+    if out.dtype != inp.dtype:
+        raise UsageError(f"{op}: expected both tensors in one dtype, found {out.dtype} and {inp.dtype}")
+
+
+def _copy(out: Tensor, inp: Tensor) -> None:
+    if out.data_ptr() != inp.data_ptr() or out.dtype != inp.dtype:
+        out.copy_(inp)
+
+
+def _wired(codec: Codec | None, numel: int, tensor: Tensor) -> tuple[int, int]:
+    """Bytes that `numel` elements of this tensor become on the wire, and bytes per element there."""
+    itemsize = tensor.element_size()
+    if codec is None:
+        return numel * itemsize, itemsize
+    return codec.wire_bytes(numel, itemsize), codec.wire_bytes(1, itemsize)

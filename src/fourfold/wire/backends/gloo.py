@@ -1,0 +1,99 @@
+"""Transfers over gloo: CPU ranks on sockets.
+
+Measured on two shared cores, 2–4 ranks, one thread a rank (ms, median): gathering 1 MiB by gloo's own all-gather takes
+1.1–3.2, by point-to-point messages 0.5–1.5; 16 MiB 9.8–21.5 against 6.9–16.3. So gathers go point to point. Exchanges
+cost the same either way, and gloo's can be polled: exchanges are its all-to-all. At two ranks its all-reduce takes
+13.5 ms for 16 MiB against 19.7 for exchange, sum and gather, with the same bits; at more ranks its bits depend on
+bucketing. Its reduce-scatter moves the bytes of an all-reduce and is never used.
+`benchmarks/socket_bytes.py` holds what is counted against what crosses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.wire.errors import WireError
+from fourfold.wire.work import Pending, Steps
+
+_TAGS = 1 << 30
+"""Tags below are users' messages', tags from here on are slots of gathers."""
+
+
+class GlooChannel:
+    """A group of gloo processes as one of them sees it."""
+
+    native_reduce_scatter = False
+
+    def __init__(self, group: dist.ProcessGroup, size: int, index: int) -> None:
+        self.group, self.size, self.index = group, size, index
+        self.native_all_reduce = size == 2  # a + b has the same bits whoever adds
+        self._slots = 0
+
+    def reserve(self, signature: str) -> int:
+        self._slots += 1
+        return self._slots
+
+    def all_gather(self, slot: int, out: Tensor, shard: Tensor, splits: Sequence[int]) -> Pending:
+        parts = out.split(list(splits))
+        tag = _TAGS + slot % _TAGS
+        others = [(self.index + step) % self.size for step in range(1, self.size)]
+        works = [self.group.recv([parts[rank]], rank, tag) for rank in reversed(others) if splits[rank]]
+        if splits[self.index]:
+            works += [self.group.send([shard], rank, tag) for rank in others]
+            if parts[self.index].data_ptr() != shard.data_ptr():
+                parts[self.index].copy_(shard)
+        return _Messages(works)
+
+    def all_to_all(
+        self, slot: int, out: Tensor, inp: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
+    ) -> Pending:
+        work = dist.all_to_all_single(out, inp, list(out_splits), list(in_splits), group=self.group, async_op=True)
+        return _Collective(work)
+
+    def driven(self, steps: Steps) -> Steps:
+        return steps
+
+    def all_reduce(self, slot: int, tensor: Tensor) -> Pending:
+        return _Collective(dist.all_reduce(tensor, group=self.group, async_op=True))
+
+    def reduce_scatter(self, slot: int, out: Tensor, full: Tensor) -> Pending:
+        raise WireError(f"slot {slot}: gloo's reduce-scatter moves twice the bytes; wire composes a better one")
+
+    def broadcast(self, slot: int, tensor: Tensor, source: int) -> Pending:
+        return _Collective(dist.broadcast(tensor, group=self.group, group_src=source, async_op=True))
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> Pending:
+        return _Messages([self.group.send([tensor], to, tag)])
+
+    def receive(self, tensor: Tensor, source: int, tag: int) -> Pending:
+        return _Messages([self.group.recv([tensor], source, tag)])
+
+
+class _Collective:
+    def __init__(self, work: dist.Work | None) -> None:
+        assert work is not None
+        self._work = work
+
+    def done(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self) -> None:
+        self._work.wait()
+
+
+class _Messages:
+    """Point-to-point messages. Gloo says that one is complete only to who waits for it, so `done` is not known."""
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        self._works = works
+
+    def done(self) -> bool:
+        return not self._works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = []

@@ -1,0 +1,78 @@
+"""Joining torch's process groups: the store, the interface, the groups."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from fourfold.wire.backends.channel import Channel
+from fourfold.wire.backends.gloo import GlooChannel
+from fourfold.wire.backends.nccl import NcclChannel
+from fourfold.wire.world import World
+
+
+def join(backend: str, rank: int, size: int, timeout: float) -> World:
+    """Connect this process to the others.
+
+    The store is prefixed by run and restart: torchrun's agent keeps its store across restarts, and without the prefix
+    the new workers of a gloo world read the dead ones' addresses and never come back (measured at four ranks).
+    """
+    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ["MASTER_PORT"])
+    if backend == "gloo" and _loopback(address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if os.path.exists("/sys/class/net/lo") else "lo0")
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    limit = timedelta(seconds=timeout)
+    store = dist.TCPStore(address, port, size, is_master=rank == 0 and not agent, timeout=limit, wait_for_workers=False)
+    run, restart = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend, store=dist.PrefixStore(f"{run}/{restart}", store), rank=rank, world_size=size, timeout=limit
+    )
+    return World(rank, size, backend, device, fabric=GroupFabric(backend, rank, limit))
+
+
+class GroupFabric:
+    """Channels on torch's process groups.
+
+    Groups are made one by one and not through a DeviceMesh, which cannot be told a time-out for its groups and makes
+    one for every axis, of size one too; `use_local_synchronization` keeps the cost independent of the world's size.
+    """
+
+    def __init__(self, backend: str, rank: int, timeout: timedelta) -> None:
+        self.backend, self.rank, self.timeout = backend, rank, timeout
+
+    def channel(self, name: str, members: Sequence[int], ordered: bool) -> Channel:
+        """A channel among `members`, on a group of its own."""
+        group = dist.new_group(
+            list(members),
+            timeout=self.timeout,
+            backend=self.backend,
+            use_local_synchronization=True,
+            group_desc=name,
+        )
+        index = list(members).index(self.rank)
+        if self.backend == "nccl":
+            return NcclChannel(group, len(members), index, ordered)
+        return GlooChannel(group, len(members), index)
+
+    def leave(self) -> None:
+        """Destroy every group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _loopback(address: str) -> bool:
+    if address == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,245 @@
+"""Ranks as threads of one process: exact, in rank order, and every mistake between ranks has a name.
+
+What a rank sends is copied when it is issued (posted) and read when it is waited for (met), so nothing can deadlock
+that would not on a network. Torch's default generator is process-wide: ranks that seed it race, so wire never touches it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fourfold.wire.errors import Mismatch, RankFailed, Stalled, WireError
+from fourfold.wire.work import Pending, Steps
+
+
+class Post(NamedTuple):
+    """What one rank put down for one slot: what it says that it is doing, and copies of its parts."""
+
+    signature: str
+    parts: Sequence[Tensor]
+
+
+@dataclass
+class Meeting:
+    """The posts of one slot, and how many members have read them."""
+
+    posts: dict[int, Post] = field(default_factory=dict)
+    read: int = 0
+
+
+class Room:
+    """Where the ranks of one launch meet: their posts, who has failed, who is gone."""
+
+    def __init__(self, size: int, timeout: float) -> None:
+        self.size, self.timeout = size, timeout
+        self.changed = threading.Condition()
+        self.meetings: dict[Hashable, Meeting] = defaultdict(Meeting)
+        self.letters: dict[Hashable, deque[Tensor]] = defaultdict(deque)
+        self.failure: tuple[int, BaseException] | None = None
+        self.gone: set[int] = set()
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        """A rank raised: break all others out. Only the first failure counts."""
+        with self.changed:
+            self.failure = self.failure or (rank, error)
+            self.changed.notify_all()
+
+    def finish(self, rank: int) -> None:
+        """A rank's body has returned: it will post nothing more."""
+        with self.changed:
+            self.gone.add(rank)
+            self.changed.notify_all()
+
+    def post(self, key: Hashable, index: int, post: Post) -> None:
+        """Put down what one member sends."""
+        with self.changed:
+            self.check()
+            self.meetings[key].posts[index] = post
+            self.changed.notify_all()
+
+    def meet(self, key: Hashable, members: Sequence[int], what: str) -> list[Post]:
+        """Every member's post, in order, once all are there."""
+
+        def missing() -> list[int]:
+            return [rank for index, rank in enumerate(members) if index not in self.meetings[key].posts]
+
+        with self.changed:
+            self.until(missing, what)
+            meeting = self.meetings[key]
+            meeting.read += 1
+            if meeting.read == len(members):
+                del self.meetings[key]
+            return [meeting.posts[index] for index in range(len(members))]
+
+    def until(self, missing: Callable[[], list[int]], what: str) -> None:
+        """Wait (holding the lock) until nobody is missing.
+
+        Raises:
+            RankFailed: another rank raised.
+            Stalled: a missing rank has returned, or did not come in time.
+        """
+        deadline = time.monotonic() + self.timeout
+        while late := missing():
+            self.check()
+            names = ", ".join(map(str, late))
+            if ended := [rank for rank in late if rank in self.gone]:
+                raise Stalled(f"{what}: rank {ended[0]} has returned and will never enter it")
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise Stalled(f"{what}: rank {names} did not enter it within {self.timeout:g} s")
+            self.changed.wait(left)
+
+    def check(self) -> None:
+        """Raise if another rank has failed."""
+        if self.failure is not None:
+            rank, error = self.failure
+            raise RankFailed(rank, self.size, f"{type(error).__name__}: {error}") from error
+
+
+class ThreadFabric:
+    """One rank's way into the room."""
+
+    def __init__(self, room: Room, rank: int) -> None:
+        self.room, self.rank = room, rank
+        self._made: Counter[Hashable] = Counter()
+
+    def channel(self, name: str, members: Sequence[int], ordered: bool) -> ThreadChannel:
+        """A channel among `members`; the n-th of a rank meets the n-th of the others. Sums are always in rank order."""
+        key = (name, tuple(members))
+        self._made[key] += 1
+        return ThreadChannel(self.room, (*key, self._made[key]), tuple(members), self.rank)
+
+    def leave(self) -> None:
+        """Nothing to let go of."""
+
+
+class ThreadChannel:
+    """A group of thread ranks as one of them sees it."""
+
+    native_all_reduce = native_reduce_scatter = False
+
+    def __init__(self, room: Room, key: Hashable, members: tuple[int, ...], rank: int) -> None:
+        self.room, self.key, self.members = room, key, members
+        self.size, self.index = len(members), members.index(rank)
+        self._signatures: dict[int, str] = {}
+        self._slots = 0
+
+    def reserve(self, signature: str) -> int:
+        self._slots += 1
+        self._signatures[self._slots] = signature
+        return self._slots
+
+    def all_gather(self, slot: int, out: Tensor, shard: Tensor, splits: Sequence[int]) -> Pending:
+        def take(posts: list[Post]) -> None:
+            for part, post in zip(out.split(list(splits)), posts, strict=True):
+                part.copy_(post.parts[0])
+
+        return self._meeting(slot, [shard.clone()], take)
+
+    def all_to_all(
+        self, slot: int, out: Tensor, inp: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
+    ) -> Pending:
+        signature = self._signatures[slot]
+
+        def take(posts: list[Post]) -> None:
+            for sender, (part, post) in enumerate(zip(out.split(list(out_splits)), posts, strict=True)):
+                found = post.parts[self.index].numel()
+                if found != part.numel():
+                    raise Mismatch(
+                        f"{signature}: rank {self.members[self.index]} expects {part.numel()} elements from rank "
+                        f"{self.members[sender]}, which sends {found}; make out_splits here equal in_splits there"
+                    )
+                part.copy_(post.parts[self.index])
+
+        return self._meeting(slot, inp.clone().split(list(in_splits)), take)
+
+    def driven(self, steps: Steps) -> Steps:
+        return steps
+
+    def all_reduce(self, slot: int, tensor: Tensor) -> Pending:
+        raise WireError(f"slot {slot}: thread ranks have no sums of their own; wire composes them")
+
+    def reduce_scatter(self, slot: int, out: Tensor, full: Tensor) -> Pending:
+        return self.all_reduce(slot, full)
+
+    def broadcast(self, slot: int, tensor: Tensor, source: int) -> Pending:
+        return self._meeting(
+            slot,
+            [tensor.clone()] if self.index == source else [],
+            lambda posts: None if self.index == source else tensor.copy_(posts[source].parts[0]),
+        )
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> Pending:
+        with self.room.changed:
+            self.room.check()
+            self.room.letters[self.key, self.index, to, tag].append(tensor.clone())
+            self.room.changed.notify_all()
+        return _Done()
+
+    def receive(self, tensor: Tensor, source: int, tag: int) -> Pending:
+        return _Letter(self, tensor, source, tag)
+
+    def _meeting(self, slot: int, parts: Sequence[Tensor], take: Callable[[list[Post]], object]) -> Pending:
+        self.room.post((self.key, slot), self.index, Post(self._signatures[slot], parts))
+        return _Meet(self, slot, self._signatures.pop(slot), take)
+
+
+class _Done:
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+class _Meet:
+    def __init__(self, channel: ThreadChannel, slot: int, signature: str, take: Callable[[list[Post]], object]) -> None:
+        self._channel, self._slot, self._signature, self._take = channel, slot, signature, take
+
+    def done(self) -> bool:
+        room = self._channel.room
+        with room.changed:
+            return len(room.meetings[self._channel.key, self._slot].posts) == self._channel.size
+
+    def wait(self) -> None:
+        members = self._channel.members
+        posts = self._channel.room.meet((self._channel.key, self._slot), members, self._signature)
+        _agree(members, [post.signature for post in posts])
+        self._take(posts)
+
+
+class _Letter:
+    def __init__(self, channel: ThreadChannel, tensor: Tensor, source: int, tag: int) -> None:
+        self._channel, self._tensor, self._source, self._tag = channel, tensor, source, tag
+        self._box = channel.room.letters[channel.key, source, channel.index, tag]
+
+    def done(self) -> bool:
+        return bool(self._box)
+
+    def wait(self) -> None:
+        room, sender = self._channel.room, self._channel.members[self._source]
+        what = f"receive with tag {self._tag} on rank {self._channel.members[self._channel.index]}"
+        with room.changed:
+            room.until(lambda: [] if self._box else [sender], what)
+            letter = self._box.popleft()
+        if letter.numel() != self._tensor.numel() or letter.dtype != self._tensor.dtype:
+            raise Mismatch(
+                f"{what}: expected {self._tensor.numel()} × {self._tensor.dtype} from rank {sender}, "
+                f"found {letter.numel()} × {letter.dtype}"
+            )
+        self._tensor.copy_(letter)
+
+
+def _agree(members: Sequence[int], signatures: Sequence[str]) -> None:
+    """All ranks say the same, or an error that names those who differ from most."""
+    (usual, _), *others = Counter(signatures).most_common()
+    if others:
+        odd = [f"rank {rank} in {mine}" for rank, mine in zip(members, signatures, strict=True) if mine != usual]
+        raise Mismatch(f"ranks entered different collectives: {'; '.join(odd)}; the others in {usual}")

@@ -1,0 +1,53 @@
+"""Bytes that one rank hands to the network, collective by collective: the closed forms of the algorithms that wire runs.
+
+They live beside the code that they predict; a test holds them equal to the metered bytes, exactly. `size` is the number
+of ranks on the axis, `nbytes` the whole tensor in bytes, `index` the rank's index on the axis. Where a tensor does not
+divide, ranks hand over different amounts: say `itemsize` (bytes per element) and `index` to have them exactly.
+With a codec, put the payload's bytes for the tensor's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def shares(count: int, size: int) -> list[int]:
+    """`count` elements over `size` ranks, contiguous and as even as can be: the first ranks get one more."""
+    each, more = divmod(count, size)
+    return [each + (index < more) for index in range(size)]
+
+
+def all_gather(size: int, nbytes: int) -> int:
+    """Every rank sends its shard (nbytes / size) to every other. `nbytes` is the gathered tensor."""
+    return nbytes // size * (size - 1)
+
+
+def reduce_scatter(size: int, nbytes: int) -> int:
+    """Every rank sends every other its part: (size − 1) / size of the full tensor."""
+    return nbytes // size * (size - 1)
+
+
+def all_reduce(size: int, nbytes: int, itemsize: int = 1, index: int = 0) -> int:
+    """An exchange and a gather: S − c + (size − 1) c, where c is this rank's share of S; 2 (size − 1) / size S if even."""
+    mine = shares(nbytes // itemsize, size)[index] * itemsize
+    return nbytes - mine + (size - 1) * mine
+
+
+def all_to_all(splits: Sequence[int], index: int) -> int:
+    """All but the part that stays. `splits`: bytes for each rank."""
+    return sum(splits) - splits[index]
+
+
+def broadcast(size: int, nbytes: int, index: int = 0) -> int:
+    """This rank's even share of (size − 1) S: backends forward along trees or rings, so only the total is known."""
+    return shares((size - 1) * nbytes, size)[index]
+
+
+def send(nbytes: int) -> int:
+    """All of it, at the sender; a receive counts nothing."""
+    return nbytes
+
+
+def barrier(size: int) -> int:
+    """One byte to every other rank."""
+    return size - 1

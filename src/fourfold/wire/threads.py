@@ -1,0 +1,67 @@
+"""Ranks as threads of this process: `launch` runs a body once a rank."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fourfold.wire.backends.threads import Room, ThreadFabric
+from fourfold.wire.errors import RankFailed, Stalled
+from fourfold.wire.world import World
+
+
+def launch(size: int, body: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Run `body(world, *args)` on `size` ranks, each a thread, and return the results in rank order.
+
+    Args:
+        timeout: how long one rank may keep the others waiting inside a collective, and, once a rank has failed,
+            how long the others may take to notice (s).
+
+    Raises:
+        RankFailed: a rank raised; it names the rank, and its `__cause__` is that rank's exception.
+        Stalled: a rank neither returned nor entered a collective after another had failed.
+    """
+    room = Room(size, timeout)
+    results: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        world = World(rank, size, "threads", torch.device("cpu"), fabric=ThreadFabric(room, rank))
+        try:
+            results[rank] = body(world, *args)
+        except BaseException as error:  # whatever it is, the others must not wait for this rank
+            room.fail(rank, error)
+        finally:
+            room.finish(rank)
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    try:
+        _join(threads, room)
+    except BaseException as error:
+        room.fail(-1, error)
+        raise
+    if room.failure is not None:
+        rank, error = room.failure
+        raise RankFailed(rank, size, f"{type(error).__name__}: {error}") from error
+    return results
+
+
+def _join(threads: list[threading.Thread], room: Room) -> None:
+    deadline = None
+    while alive := [thread.name for thread in threads if thread.is_alive()]:
+        with room.changed:
+            if len(room.gone) < len(threads):
+                room.changed.wait(0.5)
+        if len(room.gone) == len(threads):
+            for thread in threads:
+                thread.join()
+        if room.failure is not None:
+            deadline = deadline or time.monotonic() + room.timeout
+            if time.monotonic() > deadline:
+                rank, error = room.failure
+                raise Stalled(f"rank {rank} failed ({error}), and {', '.join(alive)} did not stop") from error
