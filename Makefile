@@ -26,7 +26,7 @@ test: setup
 	$(BIN)/python -m pytest $(ARGS)
 
 test-long: setup
-	$(BIN)/python -m pytest -m "long or not long and not documents" --timeout 3600 $(ARGS)
+	$(BIN)/python -m pytest -m "not documents" --timeout 3600 $(ARGS)
 
 check: setup
 	scripts/check
