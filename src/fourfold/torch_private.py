@@ -80,7 +80,7 @@ def allocations(profile: Any) -> list[int]:
 
 
 class Overlap(NamedTuple):
-    """What a saved and a wanted box share: their positions in the lists given, and the shared box in the coordinates of each."""
+    """What a saved and a wanted box share: their places in the lists given, and the shared box as each one sees it."""
 
     saved: int
     wanted: int
