@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from docs.blocks import all_blocks, blocks
 
 PAGE = """\

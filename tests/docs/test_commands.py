@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from docs.blocks import ROOT, Block, all_blocks
 
 RUN = [block for block in all_blocks() if block.runs]

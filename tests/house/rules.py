@@ -233,7 +233,9 @@ _TESTS = r"tests/.*test_\w+\.py$"
 _SLASH = "/"
 
 RULES = {
-    "private torch": Rule(private_torch, _OURS, ("src/fourfold/a.py", "from torch.nn import functional as F\nF._x()\n")),
+    "private torch": Rule(
+        private_torch, _OURS, ("src/fourfold/a.py", "from torch.nn import functional as F\nF._x()\n")
+    ),
     "communication": Rule(
         communication, _CODE, ("src/fourfold/a.py", "import torch.distributed as dist\ndist.all_reduce(1)\n")
     ),

@@ -8,11 +8,22 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from house.rules import ROOT
 
 
 def _ruff(path: str, text: str) -> str:
-    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format=concise", "--stdin-filename", path, "-"]
+    command = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "check",
+        "--no-cache",
+        "--output-format=concise",
+        "--stdin-filename",
+        path,
+        "-",
+    ]
     return subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True, check=False).stdout
 
 

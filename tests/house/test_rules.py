@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from house.rules import RULES, Source, asserts, communication, private_torch, tracked
 
 
