@@ -1,0 +1,26 @@
+"""The command line: `fourfold train CONFIG key.path=value …`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    0: done, and what was checked holds. 1: it does not hold, or the run failed. 2: bad input, said in plain words.
+    3: a defect of fourfold; the traceback is in a file that is named. 130: stopped by Ctrl-C.
+    """
+    from fourfold.cli import failure
+    from fourfold.cli.commands import app
+
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = app(arguments)
+        sys.stdout.flush()
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
+    except BaseException as error:
+        return failure.report(error, as_json="--json" in arguments)
+    return code if isinstance(code, int) else 0

@@ -9,35 +9,32 @@ Paths are relative to the folder in which the command runs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    StringConstraints,
-    Tag,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Discriminator, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-Count = Annotated[int, Field(ge=1, le=2**62)]
-"""A whole number of at least 1."""
-Whole = Annotated[int, Field(ge=0, le=2**62)]
-"""A whole number of at least 0."""
-Positive = Annotated[float, Field(gt=0)]
-"""A finite number above 0."""
-Share = Annotated[float, Field(ge=0, lt=1)]
-"""A number from 0 up to, not including, 1."""
-Text = Annotated[str, StringConstraints(min_length=1)]
-"""Text that is not empty."""
-Files = Annotated[tuple[Text, ...], Field(min_length=1, strict=False)]
-"""At least one path or pattern."""
+from fourfold.config.values import (
+    Address,
+    Betas,
+    Count,
+    Files,
+    FolderName,
+    Fraction,
+    Half,
+    Ids,
+    Location,
+    Merges,
+    Norm,
+    NotNegative,
+    Positive,
+    Seed,
+    Settings,
+    Share,
+    Text,
+    Whole,
+)
 
 
 class Section(BaseModel):
@@ -103,9 +100,9 @@ class HfCausalLm(Section):
 
     name: Literal["hf_causal_lm"] = "hf_causal_lm"
     """Which model: gpt (ours) or hf_causal_lm (a causal language model of transformers)."""
-    path: Text | None = None
+    path: Location | None = None
     """Folder with config.json and, for trained weights, *.safetensors and tokenizer.json. Nothing is downloaded."""
-    config: dict[str, Any] | None = None
+    config: Settings | None = None
     """Instead of a path: what config.json would hold, `model_type` included; the weights are random."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Attention code of transformers."""
@@ -127,16 +124,16 @@ class Rows(Section):
 
     sequence: Count = 128
     """Tokens a row."""
-    held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.05
+    held_out: Half = 0.05
     """Share of the tokens that is kept for evaluation and never trained on."""
 
 
 class Corpus(Rows):
     """Text, which a byte-level BPE trained on it turns into tokens."""
 
-    vocabulary: Annotated[int, Field(ge=257, le=1 << 20)] = 2048
+    vocabulary: Merges = 2048
     """Size of the byte-level BPE that is trained on the text (at least the 256 bytes and an end-of-text mark)."""
-    cache: Text | None = None
+    cache: Location | None = None
     """Folder for the tokenizer and the token ids; null: fourfold's folder in the user's cache directory."""
     limit_bytes: Count | None = None
     """Use at most this many bytes of the text; null: all of it."""
@@ -165,7 +162,7 @@ class TokenFiles(Rows):
     """Where the text comes from: stdlib, text (your files) or tokens (your files of token ids)."""
     files: Files
     """Paths or patterns of .npy files, relative to the folder in which the command runs."""
-    vocabulary: Annotated[int, Field(ge=2, le=1 << 31)] = 2048
+    vocabulary: Ids = 2048
     """How many token ids there are: every id in the files is smaller."""
 
 
@@ -176,21 +173,12 @@ class Loss(Section):
     """cross_entropy: of the next token, summed over tokens and divided once by how many there were."""
 
 
-Norm = Annotated[Literal[2, "inf"], BeforeValidator(lambda value: _norm(value))]
-
-
-def _norm(value: Any) -> Any:
-    if isinstance(value, float) and value == math.inf:
-        return "inf"
-    return 2 if value == 2.0 and not isinstance(value, bool) else value
-
-
 class Descent(Section):
     """What every optimizer shares: the learning rate over the steps, weight decay, clipping."""
 
     lr: Positive = 1e-3
     """Peak learning rate."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    weight_decay: NotNegative = 0.1
     """Decay of matrices and embeddings (vectors, such as biases and norms, are never decayed)."""
     clip: Positive | None = 1.0
     """Largest norm of the whole gradient; null: no clipping."""
@@ -200,7 +188,7 @@ class Descent(Section):
     """Steps over which the learning rate rises linearly to lr."""
     decay: Literal["constant", "linear", "cosine"] = "cosine"
     """How the learning rate falls after the warm-up, until the last step."""
-    final: Annotated[float, Field(ge=0, le=1)] = 0.1
+    final: Fraction = 0.1
     """Learning rate at the last step, as a share of lr (not read by decay: constant)."""
 
 
@@ -209,7 +197,7 @@ class AdamW(Descent):
 
     name: Literal["adamw"] = "adamw"
     """Which optimizer: adamw or sgd."""
-    betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.95)
+    betas: Betas = (0.9, 0.95)
     """Decay of the running means of the gradient and of its square."""
     eps: Positive = 1e-8
     """Added to the root of the second mean."""
@@ -231,7 +219,7 @@ class Sample(Section):
     """How the text begins."""
     tokens: Count = 64
     """How many tokens to write."""
-    temperature: Annotated[float, Field(ge=0)] = 0.8
+    temperature: NotNegative = 0.8
     """0: always the most likely token; 1: as the model says."""
 
 
@@ -253,9 +241,9 @@ class Train(Section):
 class RunFolder(Section):
     """Where a run writes, and how often."""
 
-    folder: Text = "runs"
+    folder: Location = "runs"
     """Folder of all runs."""
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+-]*$", max_length=120)] | None = None
+    name: FolderName | None = None
     """The run's own folder inside it; null: date and time. Letters, digits and _ . + - only."""
     resume: bool = False
     """Go on from the newest whole checkpoint of this run."""
@@ -282,15 +270,8 @@ class Launch(Section):
     """How often the group is started again, from the newest checkpoint, when a worker dies."""
     stall_after: Positive = 300.0
     """Seconds without progress of a worker after which the run is ended and the worker named."""
-    address: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:\[\]-]+:[0-9]{1,5}$")] | None = None
+    address: Address | None = None
     """host:port where the workers meet; null: a free port of this machine, on loopback."""
-
-    @field_validator("address")
-    @classmethod
-    def _port(cls, address: str | None) -> str | None:
-        if address is not None and not 0 < int(address.rpartition(":")[2]) < 65536:
-            raise ValueError("a port from 1 to 65535")
-        return address
 
 
 Model = Annotated[Annotated[Gpt, Tag("gpt")] | Annotated[HfCausalLm, Tag("hf_causal_lm")], kind("gpt")]
@@ -304,7 +285,7 @@ Optimizer = Annotated[Annotated[AdamW, Tag("adamw")] | Annotated[Sgd, Tag("sgd")
 class Config(Section):
     """One run: everything that a person chooses."""
 
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
+    seed: Seed = 1
     """Where every random number comes from: weights, dropout, order of the data."""
     model: Model = Gpt()
     """What is trained."""
@@ -316,7 +297,7 @@ class Config(Section):
     """How the weights move."""
     train: Train = Train()
     """How long, and how much at a time."""
-    plan: Literal["auto"] | dict[str, Any] = "auto"
+    plan: Literal["auto"] | Settings = "auto"
     """How the run is spread: auto (the planner chooses), or a mapping of placement, schedule, wire and sync."""
     run: RunFolder = RunFolder()
     """Where the run writes, and how often."""

@@ -1,0 +1,110 @@
+"""Configs as commands read them: the schema, and what the rooms above it know about plans, paths and hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fourfold.config import Config, ConfigError, Loaded, Origins, Problem, resolved
+from fourfold.config import load as load_config
+from fourfold.config.paths import missing
+from fourfold.config.problem import nearest
+
+
+def load(path: str, overrides: Iterable[str]) -> Loaded:
+    """A config that is about to run: also its plan, its paths and its hardware are checked.
+
+    Raises:
+        ConfigError: everything that is wrong, each with its origin.
+    """
+    return load_config(path, overrides, (plan_problems, missing, hardware_problems))
+
+
+def load_any(arguments: Sequence[str]) -> Loaded:
+    """A config to look at: `[CONFIG] [key.path=value …]`; paths are not looked at."""
+    path = arguments[0] if arguments and (Path(arguments[0]).is_file() or "=" not in arguments[0]) else None
+    return load_config(path, arguments[path is not None :], (plan_problems,))
+
+
+def plan_problems(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What the plan's own reader refuses."""
+    plan = settings.get("plan", "auto")
+    if isinstance(plan, Mapping):
+        from fourfold.plan import Plan, PlanError
+
+        try:
+            Plan.of(plan)
+        except PlanError as error:
+            problem = Origins("", {}).blame(str(error))
+            yield problem.key or "plan", problem.text
+
+
+def hardware_problems(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """A machine that is neither here, nor in the catalogue, nor a file."""
+    hardware = settings.get("hardware", "here")
+    if isinstance(hardware, str) and hardware and hardware != "here" and not Path(hardware).suffix:
+        from fourfold.hardware import catalogue
+
+        try:
+            catalogue.find(hardware)
+        except ValueError as error:
+            yield "hardware", str(error)
+
+
+def positive(option: str, value: int) -> None:
+    """Refuse an option that must be at least 1."""
+    if value < 1:
+        raise ConfigError([Problem("command line", option, f"expected a whole number of at least 1, found {value}")])
+
+
+def among(what: str, names: Iterable[str], known: Sequence[str]) -> None:
+    """Refuse names that are not known, with the nearest one that is."""
+    wrong = [name for name in names if name not in known]
+    texts = [f"no {what} {name!r}{nearest(name, known)}; there is {', '.join(known)}" for name in wrong]
+    if texts:
+        raise ConfigError(Problem("command line", "", text) for text in texts)
+
+
+def run_folder(path: str) -> str:
+    """Refuse what is not a folder, with the nearest name."""
+    if not Path(path).is_dir():
+        beside = Path(path).parent
+        names = sorted(entry.name for entry in beside.iterdir() if entry.is_dir()) if beside.is_dir() else []
+        found = f"expected a run's folder, found no {path!r}{nearest(Path(path).name, names)}; runs lie in run.folder"
+        raise ConfigError([Problem("command line", "", found)])
+    return path
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A whole config, defaults included."""
+
+    config: Config
+    ok: bool = True
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return self.config.to_dict()
+
+    def text(self) -> str:
+        """The YAML file that gives this config."""
+        return resolved(self.config).rstrip("\n")
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The JSON schema of a config."""
+
+    ok: bool = True
+
+    def to_dict(self) -> dict[str, Any]:
+        """The schema, draft 2020-12."""
+        return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Config.model_json_schema()}
+
+    def text(self) -> str:
+        """The schema as JSON text."""
+        from fourfold.cli.outcome import encode
+
+        return encode(self.to_dict())

@@ -1,0 +1,72 @@
+"""`key.path=value` from the command line, laid over a file's settings."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from fourfold.config import toml_text, yaml_text
+from fourfold.config.problem import Path, Problem
+
+COMMAND = "command line"
+
+
+@dataclass(frozen=True)
+class Override:
+    """One `key.path=value`, parsed."""
+
+    path: Path
+    value: Any
+
+
+def parse(texts: Iterable[str]) -> tuple[list[Override], list[Problem]]:
+    """Read overrides: what is a TOML value is one; a bare word is null, a number or text, as a file would hold it."""
+    overrides: list[Override] = []
+    problems: list[Problem] = []
+    for text in texts:
+        key, equals, written = text.partition("=")
+        path = tuple(part.strip() for part in key.split("."))
+        if not equals or not all(re.fullmatch(r"[^\s\"'\[\]{}]+", part) for part in path):
+            wanted = "expected key.path=value (no spaces around =), such as train.steps=10"
+            problems.append(Problem(COMMAND, "", f"{wanted}; found {text[:60]!r}"))
+        elif any(path == earlier.path for earlier in overrides):
+            problems.append(Problem(COMMAND, ".".join(path), "given twice; keep one of the two"))
+        else:
+            try:
+                overrides.append(Override(path, _value(written.strip())))
+            except ValueError:
+                wanted = "expected a TOML value, with every quote and bracket closed"
+                text = f"{wanted}, found {written[:60]!r}; put the argument in single quotes for the shell"
+                problems.append(Problem(COMMAND, ".".join(path), text))
+    return overrides, problems
+
+
+def merge(settings: dict[str, Any], overrides: Iterable[Override]) -> tuple[dict[str, Any], dict[Path, str]]:
+    """New settings with the overrides in place, and the origin of each key that they wrote.
+
+    An override under something that is no mapping (`plan.placement.data=2` over `plan: auto`) replaces it.
+    """
+    merged = copy.deepcopy(settings)
+    places: dict[Path, str] = {}
+    for override in overrides:
+        inner = merged
+        for depth, part in enumerate(override.path[:-1], 1):
+            if not isinstance(inner.get(part), dict):
+                inner[part] = {}
+                places[override.path[:depth]] = COMMAND
+            inner = inner[part]
+        inner[override.path[-1]] = override.value
+        places[override.path] = COMMAND
+    return merged, places
+
+
+def _value(written: str) -> Any:
+    try:
+        return toml_text.value(written)
+    except ValueError:
+        if written[:1] in ("[", "{", '"', "'"):
+            raise
+        return yaml_text.scalar(written)
