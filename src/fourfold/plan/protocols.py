@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
 
+    from fourfold.ledger import Ledger
     from fourfold.plan.events import GradientReady
 
 
@@ -58,6 +60,10 @@ class Rule(Protocol):
 
     def finish(self) -> None:
         """Every exchange of this step is complete: gradients are final."""
+        ...
+
+    def forecast(self, ledger: Ledger, sizes: Sequence[int], itemsize: int) -> None:
+        """Add what one step exchanges for gradients of `sizes` elements of `itemsize` bytes, one entry a unit."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

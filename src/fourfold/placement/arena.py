@@ -1,0 +1,158 @@
+"""The storage of one unit: its shard, its full arena, and the copies between messages and arenas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fourfold.placement.layout import Layout
+from fourfold.placement.precision import Precision
+
+Fill = Callable[[str, int, int, torch.dtype], Tensor]
+"""`fill(name, start, stop, dtype)`: flat elements [start, stop) of a logical weight."""
+
+
+class Arena:
+    """Flat storages of a unit's weights.
+
+    Attributes:
+        shard: [layout.size] master values of the rows that this rank holds; padding is zero.
+        gradient: [layout.trained] summed gradient of the trained prefix of the shard.
+        full: [layout.full] weights as compute sees them; each weight contiguous. Its storage may be empty (freed).
+        rest: [layout.full] weights as they rest between uses, or None where nothing but the shard rests.
+
+    With one part and one element type, shard, rest and full are one storage.
+    """
+
+    def __init__(self, layout: Layout, precision: Precision, index: int, *, resident: bool, device: torch.device):
+        """Allocate. `resident`: the full weights rest on every rank (everything but sharded parameters)."""
+        self.layout, self.precision, self.index = layout, precision, index
+        self.shard = torch.zeros(layout.size, dtype=precision.master, device=device)
+        self.gradient = torch.zeros(layout.trained, dtype=precision.master, device=device)
+        self.transient = precision.upcast or not resident
+        one = layout.parts == 1
+        self.rest: Tensor | None = None
+        if resident:
+            shared = one and precision.message == precision.master
+            self.rest = self.shard if shared else torch.zeros(layout.full, dtype=precision.message, device=device)
+        if self.transient or self.rest is None:
+            self.full = torch.zeros(layout.full, dtype=precision.compute, device=device)
+        else:
+            self.full = self.rest
+        self._bytes = self.full.untyped_storage().nbytes()
+        # Autograd saves weights for backward and compares version counters: writes go through an alias with its own.
+        self._writable = self.full.data
+        self.free()
+
+    @property
+    def live(self) -> bool:
+        """The full weights are in memory."""
+        return self.full.untyped_storage().nbytes() == self._bytes
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the full arena."""
+        return self._bytes
+
+    def allocate(self) -> None:
+        """Give the full arena its storage (contents undefined)."""
+        if self.transient and not self.live:
+            self.full.untyped_storage().resize_(self._bytes)
+
+    def free(self) -> None:
+        """Take the full arena's storage away. The weights keep their shape and type."""
+        if self.transient:
+            self.full.untyped_storage().resize_(0)
+
+    def views(self) -> dict[str, Tensor]:
+        """The weights in the full arena, by name, in their logical shapes."""
+        return {
+            slot.name: self.full[slot.full_start : slot.full_start + slot.numel].view(slot.shape)
+            for slot in self.layout.slots
+        }
+
+    # ---- weights
+
+    def message(self) -> Tensor:
+        """[layout.size] what this rank sends in a gather of its shard."""
+        return self.shard.to(self.precision.message)
+
+    def staging(self, size: int) -> Tensor:
+        """[parts, size] room for the gathered shards."""
+        return torch.empty(self.layout.parts, size, dtype=self.precision.message, device=self.shard.device)
+
+    def unpack(self, staged: Tensor, *, into_rest: bool = False) -> None:
+        """Copy gathered shards [parts, prefix] to where each weight is contiguous."""
+        target = self._writable if not into_rest or self.rest is None else self.rest.data
+        slots = [slot for slot in self.layout.slots if slot.shard_start < staged.shape[1]]
+        parts = self.layout.parts
+        places = [
+            target[slot.full_start : slot.full_start + slot.segment * parts].view(parts, slot.segment) for slot in slots
+        ]
+        sizes = [slot.segment for slot in slots]
+        if target.dtype == staged.dtype:
+            torch.split_with_sizes_copy(staged, sizes, dim=1, out=places)
+        else:
+            for place, part in zip(places, staged.split(sizes, dim=1), strict=True):
+                place.copy_(part)
+
+    def expand(self) -> None:
+        """Compute weights from the resting ones (another element type)."""
+        assert self.rest is not None
+        self._writable.copy_(self.rest)
+
+    def fill(self, fill: Fill) -> None:
+        """Set the shard, and the resting full weights, from a source of logical weights; no communication."""
+        with torch.no_grad():
+            for slot in self.layout.slots:
+                first = min(self.index * slot.held, slot.rows) * slot.width
+                last = min((self.index + 1) * slot.held, slot.rows) * slot.width
+                if last > first:
+                    values = fill(slot.name, first, last, self.precision.master)
+                    self.shard[slot.shard_start : slot.shard_start + last - first].copy_(values)
+                if self.rest is not None and self.rest is not self.shard:
+                    values = fill(slot.name, 0, slot.numel, self.precision.master)
+                    self.rest[slot.full_start : slot.full_start + slot.numel].copy_(values)
+
+    # ---- gradients
+
+    def collect(self, gradients: Sequence[Tensor | None], *, add: bool) -> None:
+        """One part: put (or add) full gradients, in the order of `trained_slots`, into `gradient`."""
+        if not add and _alike(gradients, self.gradient.dtype):
+            torch.cat([g.reshape(-1) for g in gradients if g is not None], out=self.gradient)
+            return
+        for slot, gradient in zip(self.layout.trained_slots, gradients, strict=True):
+            place = self.gradient[slot.shard_start : slot.shard_start + slot.segment]
+            if gradient is None:
+                place.zero_() if not add else None
+            elif add:
+                place.add_(gradient.reshape(-1))
+            else:
+                place.copy_(gradient.reshape(-1))
+
+    def pack(self, gradients: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
+        """Lay full gradients (in the order of `trained_slots`) out as a message [parts, layout.trained].
+
+        A missing gradient, and padding, count as zero.
+        """
+        layout = self.layout
+        message = torch.empty(layout.parts, layout.trained, dtype=dtype, device=self.shard.device)
+        if layout.even and _alike(gradients, dtype):
+            torch.cat([g.reshape(layout.parts, -1) for g in gradients if g is not None], dim=1, out=message)
+            return message
+        message.zero_()
+        for slot, gradient in zip(layout.trained_slots, gradients, strict=True):
+            if gradient is None:
+                continue
+            whole = gradient.reshape(slot.rows, slot.width)
+            for part in range(layout.parts):
+                rows = whole[part * slot.held : (part + 1) * slot.held]
+                start = slot.shard_start
+                message[part, start : start + rows.numel()].view(rows.shape).copy_(rows)
+        return message
+
+
+def _alike(gradients: Sequence[Tensor | None], dtype: torch.dtype) -> bool:
+    return all(gradient is not None and gradient.dtype == dtype for gradient in gradients)

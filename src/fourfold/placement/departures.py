@@ -1,0 +1,87 @@
+"""Gradients leave in one fixed order, whatever order autograd finishes them in.
+
+Collectives must be issued alike on every rank. A unit therefore departs when it *and all units after it in execution
+order* are complete; what autograd never finished (weights that this rank's batch did not touch) departs at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fourfold.placement.unit import Unit
+from fourfold.plan import Events, GradientReady
+
+
+class Departures:
+    """Counts accumulated gradients, packs and scatters units in reverse execution order, announces finished ones."""
+
+    def __init__(self, units: Sequence[Unit], events: Events, *, overlap: bool):
+        """Watch the units' parameters. With `overlap` off every scatter is waited for at once."""
+        self.order = tuple(reversed(units))
+        self.events, self.overlap = events, overlap
+        self.active = False
+        self._awaits_edge: set[int] = set()
+        self._missing: dict[int, int] = {}
+        self._complete: set[int] = set()
+        self._departed = 0
+        self._last = False
+        self._pending: Unit | None = None
+        for unit in units:
+            unit.watch(self._fired)
+
+    def expect_edge(self, unit: Unit) -> None:
+        """The unit is complete only once backward has left it (its frozen weights may be needed until then)."""
+        self._awaits_edge.add(unit.index)
+
+    def open(self, *, last: bool) -> None:
+        """A backward begins. `last`: of the step."""
+        self._missing = {unit.index: len(unit.arena.layout.trained_slots) for unit in self.order}
+        self._complete = {index for index, count in self._missing.items() if count == 0}
+        self._departed, self._last, self.active = 0, last, True
+
+    def left(self, unit: Unit) -> None:
+        """Backward has left the unit: nothing will read its weights again in this micro-batch."""
+        unit.free()
+        self._finish(unit)
+
+    def close(self) -> None:
+        """The backward is over: everything departs, arrives, and is announced if the step is complete."""
+        self._depart(len(self.order))
+        self._arrive(None)
+        self._awaits_edge.clear()
+        self.active = False
+        for unit in self.order:
+            unit.free()
+
+    def _fired(self, unit: Unit) -> None:
+        self._missing[unit.index] -= 1
+        if self._missing[unit.index] == 0 and unit.index not in self._awaits_edge:
+            self._finish(unit)
+
+    def _finish(self, unit: Unit) -> None:
+        self._complete.add(unit.index)
+        ready = self._departed
+        while ready < len(self.order) and self.order[ready].index in self._complete:
+            ready += 1
+        self._depart(ready)
+
+    def _depart(self, upto: int) -> None:
+        while self._departed < upto:
+            unit = self.order[self._departed]
+            self._departed += 1
+            if unit.arena.layout.trained == 0:
+                continue
+            unit.settle()
+            self._arrive(unit)
+            unit.pack(last=self._last)
+            if not self.overlap:
+                self._arrive(None)
+
+    def _arrive(self, following: Unit | None) -> None:
+        """The unit that departed before is summed over z; `following` takes its place."""
+        arrived, self._pending = self._pending, following
+        if arrived is None:
+            return
+        arrived.settle()
+        if self._last:
+            self.events.publish(GradientReady(arrived.index, arrived.arena.gradient))

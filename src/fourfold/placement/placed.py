@@ -1,0 +1,244 @@
+"""A plain model becomes a placed one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fourfold import randomness
+from fourfold.anatomy import Anatomy
+from fourfold.ledger import Ledger
+from fourfold.placement import norm, traffic
+from fourfold.placement.arena import Arena, Fill
+from fourfold.placement.block import Block, Neighbours
+from fourfold.placement.departures import Departures
+from fourfold.placement.layout import Layout
+from fourfold.placement.membership import Group, Members, members
+from fourfold.placement.piece import Piece
+from fourfold.placement.precision import Precision
+from fourfold.placement.state import answer_state_dict
+from fourfold.placement.unit import Unit
+from fourfold.plan import Events, Placement
+from fourfold.wire import Mesh
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One flat tensor that the optimizer updates: this rank's rows of one unit's weights of one group.
+
+    Attributes:
+        parameter: flat [numel] master values; its `.grad` is the summed gradient.
+        group: optimizer group.
+        pieces: the logical boxes in it.
+    """
+
+    parameter: nn.Parameter
+    group: str
+    pieces: tuple[Piece, ...]
+
+
+class Placed:
+    """A model whose weights live in arenas, and the verbs of one step on it."""
+
+    def __init__(
+        self, model: nn.Module, anatomy: Anatomy, mesh: Mesh, options: Placement, units: list[Unit], events: Events
+    ):
+        """Use `place`."""
+        self.model, self.anatomy, self.mesh, self.options = model, anatomy, mesh, options
+        self.units, self.events = units, events
+        self.departures = Departures(units, events, overlap=options.overlap)
+        self.blocks: list[Block] = []
+        self.shards = [shard for unit in units for shard in _shards(unit)]
+        self._outer: list[Unit] = []
+
+    # ---- a step
+
+    def begin(self) -> None:
+        """A new step: gradients are empty."""
+        for unit in self.units:
+            unit.begin()
+
+    @contextmanager
+    def forward(self, position: randomness.Position | None) -> Iterator[None]:
+        """The scope of one micro-batch's forward (or of an evaluation, without a position)."""
+        for unit in self._outer:
+            unit.start()
+        if self.blocks and self.options.overlap:
+            self.blocks[0].unit.start()
+        for unit in self._outer:
+            unit.ready()
+        with ExitStack() as stack:
+            if position is not None and self.anatomy.dropouts:
+                stack.enter_context(randomness.at(position))
+                stack.enter_context(randomness.inside(self.model, ""))
+            yield
+        if not torch.is_grad_enabled():
+            self.free()
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Backward of one micro-batch; on the step's last one the gradients become ready."""
+        self.departures.open(last=last)
+        loss.backward()
+        self.departures.close()
+
+    def free(self) -> None:
+        """Every unit that is only gathered for use is freed."""
+        for unit in self.units:
+            unit.free()
+
+    def refresh(self) -> None:
+        """The shards have changed."""
+        for unit in self.units:
+            unit.refresh()
+
+    # ---- what a step needs to know
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """This rank's summed gradients, one flat tensor a unit."""
+        return [unit.arena.gradient for unit in self.units]
+
+    def norm_share(self, order: float) -> float:
+        """This rank's share of the gradient norm."""
+        return norm.partial(self.gradients, order)
+
+    def forecast(self, ledger: Ledger, microbatches: int) -> None:
+        """Add the bytes of one step, by formula."""
+        parts = self.mesh["z"].size
+        itemsize = torch.empty(0, dtype=self.units[0].arena.precision.message).element_size()
+        kept = self.blocks[-1].unit if self.blocks else None
+        shipments = [
+            traffic.Shipment(unit.arena.layout, last=unit is kept, outer=unit in self._outer) for unit in self.units
+        ]
+        about: dict[str, Any] = {"shard": self.options.shard, "microbatches": microbatches, "itemsize": itemsize}
+        traffic.weights(shipments, parts, ledger=ledger, **about)
+        traffic.gradients(shipments, parts, ledger=ledger, **about)
+
+    # ---- the logical view
+
+    @contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """The whole model on every rank, for reading. All ranks enter together."""
+        with ExitStack() as stack:
+            for unit in self.units:
+                stack.enter_context(unit.pinned())
+            yield self.model
+
+    def logical(self, flat: Callable[[Unit], Tensor]) -> dict[str, Tensor]:
+        """Whole logical tensors by name, on every rank, of `flat(unit)`: [layout.size or layout.trained] each.
+
+        All ranks call together. Counted as control traffic.
+        """
+        whole: dict[str, Tensor] = {}
+        for unit in self.units:
+            layout = unit.arena.layout
+            mine = flat(unit)
+            staged = torch.empty(layout.parts, mine.numel(), dtype=mine.dtype, device=mine.device)
+            unit.axis.all_gather(staged.view(-1), mine.contiguous(), "control").wait()
+            for slot in layout.slots:
+                if slot.shard_start + slot.segment <= mine.numel():
+                    rows = staged[:, slot.shard_start : slot.shard_start + slot.segment].reshape(-1)
+                    whole[slot.name] = rows[: slot.numel].view(slot.shape).clone()
+        return whole
+
+    def compile(self, **settings: Any) -> None:
+        """Compile what is inside every block (`torch.compile`); gathering and freeing stay outside of the graphs."""
+        for block in self.blocks:
+            block.inner = torch.compile(block.inner, **settings)
+
+
+def place(
+    model: nn.Module,
+    anatomy: Anatomy,
+    mesh: Mesh,
+    options: Placement,
+    *,
+    fill: Fill,
+    group: Group,
+    events: Events,
+    device: torch.device,
+) -> Placed:
+    """Give a plain model arenas for its weights, in place.
+
+    Args:
+        model: on the meta device, or with weights (which `fill` then reads).
+        anatomy: of the model.
+        mesh: this rank's.
+        options: the placement.
+        fill: source of logical weights.
+        group: sorts trained parameters for the optimizer.
+        events: told when a unit's gradient is ready.
+        device: where everything goes.
+    """
+    precision = Precision.of(options.precision, device)
+    itemsize = torch.empty(0, dtype=precision.message).element_size()
+    axis = mesh["z"]
+    sharded = options.shard == "parameters" and axis.size > 1
+    sorted_ = members(model, anatomy, group, bucket=options.bucket, itemsize=itemsize)
+    units: list[Unit] = []
+    for index, member in enumerate(sorted_):
+        layout = Layout.of(member.weights, axis.size)
+        arena = Arena(layout, precision, axis.index, resident=not sharded, device=device)
+        arena.fill(fill)
+        units.append(Unit(index, member.name, arena, axis, member.owners, hold=options.shard == "optimizer"))
+    for unit in units:
+        unit.install()
+    _place_buffers(model, precision, device)
+    placed = Placed(model, anatomy, mesh, options, units, events)
+    _wrap_blocks(placed, sorted_)
+    answer_state_dict(model, units)
+    return placed
+
+
+def _shards(unit: Unit) -> Iterator[Shard]:
+    arena = unit.arena
+    for group, first, last in arena.layout.groups():
+        parameter = nn.Parameter(arena.shard[first:last])
+        parameter.grad = arena.gradient[first:last]
+        held = [slot.piece(arena.index) for slot in arena.layout.trained_slots if slot.group == group]
+        pieces = tuple(piece._replace(start=piece.start - first) for piece in held if piece is not None)
+        yield Shard(parameter, group, pieces)
+
+
+def _place_buffers(model: nn.Module, precision: Precision, device: torch.device) -> None:
+    """Buffers are replicated; in fp64 the floating ones are widened, as `module.double()` would."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            wide = precision.compute == torch.float64 and buffer.is_floating_point()
+            module._buffers[name] = buffer.to(device=device, dtype=torch.float64 if wide else buffer.dtype)
+
+
+def _wrap_blocks(placed: Placed, sorted_: list[Members]) -> None:
+    """Take over the blocks' forwards; what has no block is brought in around the whole forward."""
+    modules = dict(placed.model.named_modules())
+    for unit, member in zip(placed.units, sorted_, strict=True):
+        if not member.blocks:
+            placed._outer.append(unit)
+        for number, path in enumerate(member.blocks):
+            block = Block(
+                path,
+                modules[path],
+                unit,
+                placed.departures,
+                recompute=placed.options.recompute,
+                random=bool(placed.anatomy.dropouts),
+                first=number == 0,
+                last=number == len(member.blocks) - 1,
+            )
+            placed.blocks.append(block)
+    if not placed.blocks:
+        return
+    inner = [unit for unit in placed.units if unit not in placed._outer]
+    for block in placed.blocks:
+        at = inner.index(block.unit)
+        ahead = placed.options.overlap
+        block.neighbours = Neighbours(
+            before=inner[at - 1] if ahead and at > 0 else None,
+            after=inner[at + 1] if ahead and at + 1 < len(inner) else None,
+        )
+        block.keep = block.unit is inner[-1]

@@ -1,0 +1,204 @@
+"""One unit: the weights that travel in one message, and the life of their full form.
+
+For a block whose parameters are sharded (ZeRO-3, FSDP; Rajbhandari et al. 2020, Zhao et al. 2023) a micro-batch is
+
+    gather -> forward -> free -> gather -> backward -> free, scatter
+
+and every other level is the same with some of these left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.placement.arena import Arena
+from fourfold.placement.layout import FROZEN
+from fourfold.wire import Axis, Work
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A place in the model where a parameter hangs; tied weights have several."""
+
+    module: nn.Module
+    attribute: str
+
+
+@dataclass(eq=False)
+class Unit:
+    """The weights of one block (or of what lies before or after the blocks).
+
+    Attributes:
+        index: place in execution order.
+        name: of the block, for messages.
+        arena: its storage.
+        axis: the z axis.
+        owners: for every slot, where its parameter hangs.
+        hold: gradients stay whole on every rank until the last micro-batch (level optimizer), so that accumulation
+            costs no traffic.
+    """
+
+    index: int
+    name: str
+    arena: Arena
+    axis: Axis
+    owners: dict[str, tuple[Owner, ...]]
+    hold: bool
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    pins: int = 0
+    _gather: tuple[Work, Tensor] | None = None
+    _scatter: tuple[Work, Tensor] | None = None
+    _summed: bool = False
+    _held: Tensor | None = None
+
+    # ---- the model's side
+
+    def install(self) -> None:
+        """Hang parameters that view the full arena into the model; a freed one keeps its shape and type."""
+        self.arena.allocate()
+        for slot, view in zip(self.arena.layout.slots, self.arena.views().values(), strict=True):
+            parameter = nn.Parameter(view, requires_grad=slot.group != FROZEN)
+            self.parameters[slot.name] = parameter
+            for owner in self.owners[slot.name]:
+                setattr(owner.module, owner.attribute, parameter)
+        self.arena.free()
+
+    def watch(self, fired: Callable[[Unit], None]) -> None:
+        """Call `fired` whenever one of the unit's gradients has been accumulated in full."""
+        for slot in self.arena.layout.trained_slots:
+            self.parameters[slot.name].register_post_accumulate_grad_hook(lambda _: fired(self))
+
+    # ---- weights
+
+    @property
+    def live(self) -> bool:
+        """The weights can be computed with."""
+        return self.arena.live and self._gather is None
+
+    @property
+    def resident(self) -> bool:
+        """Full weights rest on this rank; otherwise they are gathered for every use."""
+        return self.arena.rest is not None
+
+    def start(self) -> None:
+        """Begin to bring the full weights in; does nothing when they are here or on their way."""
+        if self.resident or self._gather is not None or self.arena.live:
+            return
+        self.arena.allocate()
+        self._gather = self._send(self.arena.layout.size)
+
+    def ready(self) -> None:
+        """The full weights are here when this returns."""
+        if self.resident:
+            self._settle_refresh()
+            if self.arena.transient and not self.arena.live:
+                self.arena.allocate()
+                self.arena.expand()
+            return
+        self.start()
+        if self._gather is not None:
+            work, staged = self._gather
+            work.wait()
+            self.arena.unpack(staged)
+            self._gather = None
+
+    def free(self) -> None:
+        """The full weights are not needed until the next `ready` (unless somebody holds a pin)."""
+        if self.pins:
+            return
+        if self._gather is not None and not self.resident:
+            self.ready()
+        self.arena.free()
+
+    @contextmanager
+    def pinned(self) -> Iterator[None]:
+        """The full weights are here, and stay, for the length of the context. All ranks enter it together."""
+        self.pins += 1
+        try:
+            self.ready()
+            yield
+        finally:
+            self.pins -= 1
+            self.free()
+
+    def refresh(self, *, whole: bool = False) -> None:
+        """The shard has changed: bring the resting weights up to date (begun here, finished at the next use).
+
+        Args:
+            whole: frozen weights have changed too (a checkpoint was loaded).
+        """
+        arena = self.arena
+        if self.resident:
+            self._settle_refresh()
+        changed = arena.layout.size if whole else arena.layout.trained
+        if arena.rest is None or arena.rest is arena.shard or changed == 0:
+            return
+        if arena.layout.parts == 1:
+            arena.rest.data[:changed].copy_(arena.shard[:changed])
+            return
+        self._gather = self._send(changed)
+
+    def _settle_refresh(self) -> None:
+        if self._gather is not None:
+            work, staged = self._gather
+            work.wait()
+            self.arena.unpack(staged, into_rest=True)
+            self._gather = None
+
+    def _send(self, size: int) -> tuple[Work, Tensor]:
+        staged = self.arena.staging(size)
+        return self.axis.all_gather(staged.view(-1), self.arena.message()[:size], "weight"), staged
+
+    # ---- gradients
+
+    def begin(self) -> None:
+        """A new step: the summed gradient is empty."""
+        self._summed, self._held = False, None
+
+    def pack(self, *, last: bool) -> None:
+        """Take the micro-batch's gradients off the parameters and begin to sum them over z.
+
+        Args:
+            last: this is the step's last micro-batch. Where gradients are held, only then is anything sent.
+        """
+        slots = self.arena.layout.trained_slots
+        gradients = [self.parameters[slot.name].grad for slot in slots]
+        for slot in slots:
+            self.parameters[slot.name].grad = None
+        if self.arena.layout.parts == 1:
+            self.arena.collect(gradients, add=self._summed)
+            self._summed = True
+        elif self.hold:
+            self._hold(gradients, last)
+        else:
+            self._reduce(self.arena.pack(gradients, self.arena.precision.message))
+
+    def _hold(self, gradients: list[Tensor | None], last: bool) -> None:
+        alone = last and self._held is None
+        packed = self.arena.pack(gradients, self.arena.precision.message if alone else self.arena.precision.master)
+        if self._held is not None:
+            packed = self._held.add_(packed)
+        if last:
+            self._held = None
+            self._reduce(packed.to(self.arena.precision.message))
+        else:
+            self._held = packed
+
+    def _reduce(self, message: Tensor) -> None:
+        target = torch.empty_like(self.arena.gradient) if self._summed else self.arena.gradient
+        self._scatter = (self.axis.reduce_scatter(target, message.view(-1), "gradient"), target)
+
+    def settle(self) -> None:
+        """The scatter begun by `pack` is complete when this returns."""
+        if self._scatter is None:
+            return
+        work, target = self._scatter
+        work.wait()
+        if target is not self.arena.gradient:
+            self.arena.gradient.add_(target)
+        self._scatter, self._summed = None, True

@@ -1,0 +1,64 @@
+"""The logical boxes of everything in a run that has a logical shape: weights, optimizer state, buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from fourfold.placement import Piece, Placed
+from fourfold.training.checkpoint import Box
+from fourfold.training.optimizer import Optimizer
+from fourfold.training.step import Step
+
+
+def boxes_of(step: Step) -> list[Box]:
+    """This rank's boxes. On ranks of one replica they cover every logical element exactly once."""
+    placed = step.placed
+    boxes = list(_weights(placed))
+    states = iter(step.optimizer.state_dict())
+    for shard in placed.shards:
+        state = next(states)
+        for kind, flat in state.items():
+            if flat.shape == shard.parameter.shape and kind in step.optimizer.state_names:
+                boxes += [_box(f"optimizer.{kind}.{piece.name}", piece, flat) for piece in shard.pieces]
+    if step.mesh["z"].index == 0:
+        boxes += [Box.whole(f"buffer.{name}", buffer) for name, buffer in _buffers(placed)]
+    return boxes
+
+
+def _weights(placed: Placed) -> Iterator[Box]:
+    for unit in placed.units:
+        for slot in unit.arena.layout.slots:
+            piece = slot.piece(unit.arena.index)
+            if piece is not None:
+                yield _box(f"model.{piece.name}", piece, unit.arena.shard)
+
+
+def _box(name: str, piece: Piece, flat: Tensor) -> Box:
+    return Box(name, piece.shape, piece.offsets, flat[piece.start : piece.stop].view(piece.sizes))
+
+
+def _buffers(placed: Placed) -> Iterable[tuple[str, Tensor]]:
+    """Persistent buffers; a buffer that is shared comes once."""
+    persistent = placed.model.state_dict().keys() - {name for name, _ in placed.model.named_parameters()}
+    return [(name, buffer) for name, buffer in placed.model.named_buffers() if name in persistent]
+
+
+def scalars_of(optimizer: Optimizer) -> dict[str, float]:
+    """The optimizer's state without a logical shape (AdamW's step): the same for all shards, so kept once."""
+    return {
+        kind: float(value)
+        for state in optimizer.state_dict()
+        for kind, value in state.items()
+        if kind not in optimizer.state_names
+    }
+
+
+def set_scalars(optimizer: Optimizer, scalars: Mapping[str, Any]) -> None:
+    """Restore what `scalars_of` gave, into every shard's state."""
+    for state in optimizer.state_dict():
+        for kind, value in state.items():
+            if kind not in optimizer.state_names:
+                value.fill_(scalars[kind])

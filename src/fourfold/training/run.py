@@ -1,0 +1,323 @@
+"""`parallelize`: a plain model, a loss, an optimizer and a plan become a run."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.anatomy import survey
+from fourfold.ledger import Ledger
+from fourfold.placement import Placed, place
+from fourfold.placement.arena import Fill
+from fourfold.placement.rows import share
+from fourfold.plan import Codec, Events, Plan, Rule
+from fourfold.plan.technique import Technique
+from fourfold.training import checkpoint
+from fourfold.training.batch import Batch, batch_of
+from fourfold.training.boxes import boxes_of, scalars_of, set_scalars
+from fourfold.training.optimizer import OptimizerOptions, build, group_of
+from fourfold.training.step import Loss, Step, StepResult
+from fourfold.wire import Mesh, World, join
+
+
+class RunError(ValueError):
+    """A run that cannot be started: says what was expected and found, and what to try."""
+
+
+def parallelize(
+    model: nn.Module,
+    loss: Loss,
+    optimizer: OptimizerOptions,
+    plan: Plan | Mapping[str, Any] | None = None,
+    *,
+    world: World | None = None,
+    seed: int = 1,
+    example: Mapping[str, Tensor] | None = None,
+    weights: Fill | None = None,
+    ledger: Ledger | None = None,
+) -> Run:
+    """Train a plain model on many ranks, with the results of one.
+
+    Args:
+        model: any `nn.Module`. It is taken over: its parameters become views of arenas. It may lie on the meta device,
+            if `weights` says where its values come from.
+        loss: `loss(model, batch) -> (sum, count)`; see `fourfold.training.losses`.
+        optimizer: which optimizer, its rate and clipping.
+        plan: the four choices; None: one process.
+        world: the ranks; None: join what torchrun's environment describes.
+        seed: of every random number.
+        example: a batch like those to come (one row is enough); None: the first one.
+        weights: `weights(name, start, stop, dtype)` gives flat elements of a logical weight; None: the model's own.
+        ledger: the record to write to.
+
+    Raises:
+        RunError: the plan needs another number of ranks, or ranks hold different weights.
+    """
+    return Run(
+        model,
+        loss,
+        optimizer,
+        plan if isinstance(plan, Plan) else Plan.of(plan),
+        world or join(),
+        seed=seed,
+        example=example,
+        weights=weights,
+        ledger=ledger,
+    )
+
+
+class Run:
+    """A model in training. Every method that computes or communicates is called by all ranks together.
+
+    Attributes:
+        plan, world, mesh: what runs where.
+        ledger: bytes of every step, spans while recording, memory.
+        number: the next optimizer step; the position in the data.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        optimizer: OptimizerOptions,
+        plan: Plan,
+        world: World,
+        *,
+        seed: int,
+        example: Mapping[str, Tensor] | None,
+        weights: Fill | None,
+        ledger: Ledger | None,
+    ):
+        """Use `parallelize`."""
+        if plan.world != world.size:
+            raise RunError(
+                f"plan ({plan}) needs {plan.world} ranks, found {world.size}; start {plan.world} "
+                f"(torchrun --nproc-per-node {plan.world}), or change plan.placement.data and z"
+            )
+        self.model, self.loss, self.options, self.plan = model, loss, optimizer, plan
+        self.world, self.seed = world, seed
+        self.ledger = ledger or Ledger(rank=world.rank)
+        self.mesh = Mesh(world, plan.placement.axes(), self.ledger)
+        self.number = 0
+        self._weights = weights
+        self._saving: checkpoint.Saving | None = None
+        self._step: Step | None = None
+        if example is not None:
+            self._place(dict(example))
+
+    # ---- training
+
+    def step(self, batch: Batch | Mapping[str, Tensor], *, stop: bool = False) -> StepResult:
+        """Take one optimizer step on the global batch of `batch.rows` rows.
+
+        Args:
+            batch: the global batch: a mapping of tensors, the same on every rank, or something that gives rows when
+                asked (then a rank asks for its own rows only).
+            stop: this rank wishes to stop after this step; the result's `stop` is true on all ranks if any wished so.
+        """
+        asked = batch_of(batch)
+        step = self._placed_on(asked)
+        result = step.run(self.number, asked, stop=stop)
+        self.number += 1
+        return result
+
+    def evaluate(self, batches: list[Batch]) -> float:
+        """Mean loss over batches, dropout off; the same on every rank."""
+        step = self._placed_on(batches[0])
+        training = self.model.training
+        self.ledger.begin(-1)
+        sums = [0.0, 0.0]
+        self.model.eval()
+        try:
+            for batch in batches:
+                total, count = self._evaluate_rows(step, batch)
+                sums[0], sums[1] = sums[0] + total, sums[1] + count
+        finally:
+            self.model.train(training)
+        ranks = step.everyone.collect(sums)
+        return sum(rank[0] for rank in ranks) / max(1.0, sum(rank[1] for rank in ranks))
+
+    @torch.no_grad()
+    def _evaluate_rows(self, step: Step, batch: Batch) -> tuple[float, float]:
+        rows = share(batch.rows, 1, step.everyone.size, 0, step.everyone.index)
+        counts = len(rows) > 0
+        inputs = {name: tensor.to(self.world.device) for name, tensor in batch(rows if counts else range(1)).items()}
+        with step.placed.forward(None):
+            total, count = self.loss(self.model, inputs)
+        return (float(total), float(count)) if counts else (0.0, 0.0)
+
+    # ---- the logical view
+
+    @contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """The model with all its weights on every rank, for reading."""
+        with self._outside_of_steps(), self.placed.gathered() as model:
+            yield model
+
+    def logical_state(self) -> dict[str, Tensor]:
+        """Master weights by logical name, whole, on every rank."""
+        with self._outside_of_steps():
+            return self.placed.logical(lambda unit: unit.arena.shard)
+
+    def logical_gradients(self) -> dict[str, Tensor]:
+        """Gradients of the last step by logical name (divided and clipped, as the optimizer saw them), on every rank."""
+        with self._outside_of_steps():
+            return self.placed.logical(lambda unit: unit.arena.gradient)
+
+    @property
+    def placed(self) -> Placed:
+        """The placed model."""
+        return self._taken.placed
+
+    def forecast(self) -> Ledger:
+        """The bytes of one step of this rank, by formula."""
+        return self._taken.forecast()
+
+    @contextmanager
+    def _outside_of_steps(self) -> Iterator[None]:
+        """Traffic that belongs to no step is counted under step -1."""
+        before = self.ledger.step
+        self.ledger.begin(-1)
+        try:
+            yield
+        finally:
+            self.ledger.begin(before)
+
+    # ---- checkpoints
+
+    def save(
+        self, folder: str | Path, *, keep: int = 3, asynchronous: bool = False, extra: Any = None
+    ) -> checkpoint.Saving:
+        """Write a checkpoint of step `number` under `folder`. Only one replica writes.
+
+        Args:
+            folder: the folder of checkpoints.
+            keep: how many to keep.
+            asynchronous: return once the values are copied, and write beside training.
+            extra: JSON-able state of the caller.
+        """
+        ranks = range(self.world.size)
+        parts = self.mesh["z"].size
+        writers = [rank for rank in ranks if rank < parts]
+        if self._saving is not None:
+            self._saving.wait()
+        path = Path(folder)
+        if self.world.rank not in writers:
+            return checkpoint.Saving(path)
+        self._saving = checkpoint.save(
+            path,
+            self.number,
+            boxes_of(self._taken),
+            self.state_dict() | {"extra": extra},
+            rank=self.world.rank,
+            writers=writers,
+            asynchronous=asynchronous,
+            keep=keep,
+        )
+        return self._saving
+
+    def load(self, path: str | Path) -> Any:
+        """Continue from a checkpoint written under any plan. Returns what was saved as `extra`."""
+        state = checkpoint.load(Path(path), boxes_of(self._taken))
+        self.load_state_dict(state)
+        for unit in self.placed.units:
+            unit.refresh(whole=True)
+        return state.get("extra")
+
+    def wait(self) -> None:
+        """An asynchronous save, if one is under way, is complete when this returns."""
+        if self._saving is not None:
+            self._saving.wait()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything mutable that is not a tensor with a logical shape."""
+        return {
+            "number": self.number,
+            "seed": self.seed,
+            "optimizer": scalars_of(self._taken.optimizer),
+            "sync": self._taken.rule.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        if state["seed"] != self.seed:
+            raise RunError(
+                f"checkpoint was written with seed {state['seed']}, this run has seed {self.seed}: its random numbers "
+                f"would not continue; set seed: {state['seed']}"
+            )
+        self.number = int(state["number"])
+        set_scalars(self._taken.optimizer, state["optimizer"])
+        self._taken.rule.load_state_dict(state["sync"])
+
+    # ---- placing
+
+    @property
+    def _taken(self) -> Step:
+        if self._step is None:
+            raise RunError("the run is not placed yet: give parallelize an `example` batch, or take a step first")
+        return self._step
+
+    def _placed_on(self, batch: Batch) -> Step:
+        return self._step or self._place(batch(range(1)))
+
+    def _place(self, example: dict[str, Tensor]) -> Step:
+        anatomy = survey(self.model, self.loss, example)
+        events = Events()
+        weights = self._weights or _own_weights(self.model, self.mesh)
+        device = self.world.device
+        placed = place(
+            self.model,
+            anatomy,
+            self.mesh,
+            self.plan.placement,
+            fill=weights,
+            group=group_of,
+            events=events,
+            device=device,
+        )
+        rule: Rule = self.plan.sync.module.Rule(self.plan.sync.options, self.mesh["data"], events, _codec(self.plan))
+        optimizer = build(self.options, placed.shards)
+        self._step = Step(
+            placed, rule, optimizer, self.loss, self.mesh, self.ledger, self.plan.schedule, self.seed, device
+        )
+        return self._step
+
+
+def _codec(plan: Plan) -> Codec | None:
+    """The form of gradients between replicas: what the plan says, or the type that moves."""
+    chosen = plan.wire.gradient
+    if chosen is None and plan.placement.precision == "bf16":
+        chosen = Technique.find("codec", "bf16")
+    return None if chosen is None else chosen.module.Codec(chosen.options)
+
+
+def _own_weights(model: nn.Module, mesh: Mesh) -> Fill:
+    """The values that the model holds, once it is certain that every rank holds the same."""
+    parameters = dict(model.named_parameters())
+    meta = [name for name, parameter in parameters.items() if parameter.is_meta]
+    if meta:
+        raise RunError(
+            f"model: {len(meta)} parameters have no values (on the meta device), the first is {meta[0]!r}; "
+            "give parallelize `weights`, or build the model on the CPU"
+        )
+    flat = {name: parameter.detach().reshape(-1).cpu() for name, parameter in parameters.items()}
+    checks = [float(zlib.crc32(values.contiguous().view(torch.uint8).numpy())) for values in flat.values()]
+    ranks = mesh.over("z", "data").collect(checks)
+    for rank, theirs in enumerate(ranks):
+        for name, mine, other in zip(flat, ranks[0], theirs, strict=True):
+            if mine != other:
+                raise RunError(
+                    f"model: rank {rank} holds other values of {name!r} than rank 0; expected the same on every rank. "
+                    "Seed every rank alike before building the model, or build it with fourfold.deferred"
+                )
+
+    def fill(name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        return flat[name][start:stop].to(dtype)
+
+    return fill

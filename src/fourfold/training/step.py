@@ -1,0 +1,169 @@
+"""One optimizer step: a schedule's program, driven, with placement inside its actions and sync between replicas."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+import torch
+from torch import Tensor, nn
+
+from fourfold.ledger import Ledger
+from fourfold.placement import Placed, norm
+from fourfold.placement.rows import share
+from fourfold.plan import Rule, Technique
+from fourfold.randomness import Position
+from fourfold.schedule import Action, Inline, Program, Shape, bind, drive, validate
+from fourfold.training.batch import Batch
+from fourfold.training.optimizer import Optimizer
+from fourfold.wire import Axis, Mesh, formulas
+
+Loss = Callable[[nn.Module, dict[str, Tensor]], tuple[Tensor, Tensor | int]]
+"""`loss(model, batch) -> (sum, count)`: calls the model itself, sums over tokens or rows, and says how many there were."""
+
+
+_CONTROL = 5
+"""Numbers that ranks tell each other at the end of a step: loss, count, share of the norm, digest, stop."""
+
+
+class StepError(RuntimeError):
+    """A step that must not be taken: says which, on which ranks, and why."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step came to, the same on every rank except for `seconds`.
+
+    Attributes:
+        step: its number, from 0.
+        loss: mean loss, the global sum over the global count.
+        count: tokens (or rows) that counted, over all ranks.
+        gradient_norm: of the whole gradient before clipping; None where nobody asked for it.
+        seconds: wall time of this rank.
+        stop: some rank asked to stop.
+    """
+
+    step: int
+    loss: float
+    count: int
+    gradient_norm: float | None
+    seconds: float
+    stop: bool
+
+
+@dataclass
+class _Sums:
+    """What a step adds up on this rank."""
+
+    loss: float = 0.0
+    count: float = 0.0
+
+
+@dataclass
+class Step:
+    """The step's fixed parts, and its three bodies: forward, backward, update."""
+
+    placed: Placed
+    rule: Rule
+    optimizer: Optimizer
+    loss: Loss
+    mesh: Mesh
+    ledger: Ledger
+    schedule: Technique
+    seed: int
+    device: torch.device
+    program: Program = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.microbatches: int = getattr(self.schedule.options, "microbatches", 1)
+        order = self.schedule.module.order(Shape(microbatches=self.microbatches), self.schedule.options)
+        self.program = validate(bind(order, workers=1))
+        self.everyone: Axis = self.mesh.over("z", "data")
+        self._machine = Inline({"forward": self._forward, "backward": self._backward, "update": self._update})
+
+    def run(self, number: int, batch: Batch, *, stop: bool) -> StepResult:
+        """Take optimizer step `number` on the global batch."""
+        began = time.perf_counter()
+        self.ledger.begin(number)
+        self._number, self._batch, self._stop = number, batch, stop
+        self._sums, self._output = _Sums(), None
+        self.placed.begin()
+        drive(self.program, self._machine)
+        loss, count, gradient_norm, stopping = self._outcome
+        return StepResult(number, loss, int(count), gradient_norm, time.perf_counter() - began, stopping)
+
+    # ---- bodies
+
+    def _forward(self, action: Action) -> None:
+        microbatch = action.microbatches.start
+        rows = share(self._batch.rows, self.microbatches, self.everyone.size, microbatch, self.everyone.index)
+        # A rank without rows computes one that does not count: it must take part in every collective.
+        counts = len(rows) > 0
+        rows = rows if counts else range(1)
+        inputs = {name: tensor.to(self.device) for name, tensor in self._batch(rows).items()}
+        with self.placed.forward(Position(self.seed, self._number, rows.start, len(rows))):
+            total, count = self.loss(self.placed.model, inputs)
+        self._output = total if counts else total * 0
+        if counts:
+            self._sums.loss += float(total.detach())
+            self._sums.count += float(count)
+
+    def _backward(self, action: Action) -> None:
+        output, self._output = self._output, None
+        assert output is not None
+        self.placed.backward(output, last=action.microbatches.stop == self.microbatches)
+
+    def _update(self, action: Action) -> None:
+        self.rule.finish()
+        options = self.optimizer.options
+        order = float(options.clip_norm)
+        clipped = options.clip is not None
+        share_of_norm = self.placed.norm_share(order) if clipped else 0.0
+        mine = [self._sums.loss, self._sums.count, share_of_norm, float(self.mesh.digest() % 2**52), float(self._stop)]
+        ranks = self.everyone.collect(mine)
+        loss, count = self._agreed(ranks)
+        gradient_norm = None
+        factor = 1.0 / count
+        if clipped:
+            shards = [rank[2] for rank in ranks[: self.mesh["z"].size]]
+            gradient_norm = norm.total(shards, order) / count
+            factor *= norm.coefficient(gradient_norm, options.clip)
+        for gradient in self.placed.gradients:
+            gradient.mul_(factor)
+        self.optimizer.step(self.optimizer.rate(self._number))
+        self.placed.refresh()
+        self._outcome = (loss / count, count, gradient_norm, any(rank[4] for rank in ranks))
+
+    def _agreed(self, ranks: list[list[float]]) -> tuple[float, float]:
+        """The global sums, once it is certain that all ranks did the same and that the numbers are numbers."""
+        digests = [rank[3] for rank in ranks]
+        if len(set(digests)) > 1:
+            odd = [index for index, digest in enumerate(digests) if digests.count(digest) <= len(digests) // 2]
+            raise StepError(
+                f"step {self._number}: ranks {odd or list(range(len(digests)))} ran other collectives than the rest; "
+                "expected every rank to run the same. Is there rank-dependent control flow in the model or the loss?"
+            )
+        broken = [index for index, rank in enumerate(ranks) if not math.isfinite(rank[0]) or not math.isfinite(rank[2])]
+        if broken:
+            raise StepError(
+                f"step {self._number}: loss or gradient is not finite on rank {', '.join(map(str, broken))} "
+                f"(loss {', '.join(str(ranks[index][0]) for index in broken)}); nothing was updated. "
+                "Lower optimizer.lr, set optimizer.clip, or look at this step's batch"
+            )
+        loss, count = math.fsum(rank[0] for rank in ranks), math.fsum(rank[1] for rank in ranks)
+        if count == 0:
+            raise StepError(f"step {self._number}: no token counted on any rank; every target is ignored in this batch")
+        return loss, count
+
+    def forecast(self) -> Ledger:
+        """The bytes that this rank will hand over in one step, by the formulas beside the code."""
+        ledger = Ledger(rank=self.ledger.rank)
+        self.placed.forecast(ledger, self.microbatches)
+        sizes = [unit.arena.layout.trained for unit in self.placed.units if unit.arena.layout.trained]
+        self.rule.forecast(ledger, sizes, self.placed.units[0].arena.gradient.element_size())
+        size = self.everyone.size
+        if size > 1:
+            told = formulas.all_gather(size, size * _CONTROL * 8)
+            ledger.send(self.everyone.name, "control", "all_gather", told)
+        return ledger
