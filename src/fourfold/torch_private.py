@@ -7,6 +7,7 @@ new torch fails there, by name, and nowhere else.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from math import prod
 from types import FunctionType
@@ -125,3 +126,42 @@ def overlaps(
         )
         for item in items
     ]
+
+
+def fake_mode() -> Any:
+    """A mode under which tensors have shapes and a device, but no data."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    # It logs a page before it raises; the caller expects failures and reports them in a line.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_cpu(mode: Any, tensor: Tensor) -> Tensor:
+    """A fake tensor of `mode` with the shape, strides and dtype of `tensor`, that stands for one on CPU."""
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
+def reporting_agent(spec: Any, logs: Any, *, shutdown_timeout: int, on_failure: Callable[[dict[int, int]], None]) -> Any:
+    """torchrun's local elastic agent, which also tells who failed before it starts the group again.
+
+    The public agent keeps the failures of a restarted group to itself.
+
+    Args:
+        spec: the agent's WorkerSpec.
+        logs: its LogsSpecs.
+        shutdown_timeout: seconds that workers have to end (s).
+        on_failure: called in the agent's thread, once for each group that failed, with the exit code of every rank
+            that ended with another code than 0 (negative: a signal).
+    """
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    class Agent(LocalElasticAgent):
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            result = super()._monitor_workers(worker_group)
+            if result.is_failed():
+                on_failure({rank: failure.exitcode for rank, failure in result.failures.items()})
+            return result
+
+    return Agent(spec, logs, shutdown_timeout=shutdown_timeout)

@@ -1,0 +1,66 @@
+"""A twin of a model on which a forward costs little: same structure and ties, other tensors.
+
+Three kinds are tried in turn: tensors on meta (shapes only, no memory), fake tensors (they remember that they
+stand for a CPU), real ones on CPU. Meta fails where the code's path hangs on values; the last always runs, at its cost.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fourfold import torch_private
+
+
+class Twin(NamedTuple):
+    """A model and a batch to run once, inside `mode`; `kind` is "meta", "fake" or "real"."""
+
+    kind: str
+    model: nn.Module
+    batch: Mapping[str, Tensor]
+    mode: AbstractContextManager
+
+
+def twins(model: nn.Module, batch: Mapping[str, Tensor], real: Callable[[nn.Module], nn.Module]) -> Iterator[Twin]:
+    """The three twins, cheapest first, all in training mode; the model itself is not changed.
+
+    Args:
+        model: any module, on any device.
+        batch: its example batch.
+        real: makes real CPU weights for a model that has meta parameters.
+    """
+
+    def on_meta(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device="meta")
+
+    yield Twin("meta", twin(model, on_meta, on_meta), {k: on_meta(v) for k, v in batch.items()}, nullcontext())
+
+    fakes = torch_private.fake_mode()
+
+    def fake(tensor: Tensor) -> Tensor:
+        return torch_private.fake_cpu(fakes, tensor)
+
+    yield Twin("fake", twin(model, fake, fake), {k: fake(v) for k, v in batch.items()}, fakes)
+
+    source = real(model) if any(p.is_meta for p in model.parameters()) else model
+    # Weights are only read, hence shared; buffers (running statistics) are written, hence copied.
+    yield Twin("real", twin(source, lambda t: t, Tensor.clone), dict(batch), nullcontext())
+
+
+def twin(model: nn.Module, weight: Callable[[Tensor], Tensor], buffer: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A deep copy, in training mode, whose tensors are `weight(parameter)` and `buffer(buffer)`; ties stay ties."""
+    memo: dict[int, object] = {}
+    for parameter in model.parameters():
+        made = weight(parameter.detach())
+        memo[id(parameter)] = nn.Parameter(made, requires_grad=parameter.requires_grad)
+    for tensor in model.buffers():
+        memo[id(tensor)] = buffer(tensor.detach())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return copy.deepcopy(model, memo).train()
