@@ -51,10 +51,10 @@ def train(
     json
         Print the result as JSON on stdout, and everything else on stderr.
     """
-    from fourfold.cli.settings import load
+    from fourfold.cli.settings import blaming, load
 
     loaded = load(config, [*overrides, *(["run.resume=true"] if resume else [])])
-    with printing(json):
+    with printing(json), blaming(loaded):
         from fourfold.training.launch import train as run
 
         result = run(loaded)
@@ -87,11 +87,11 @@ def verify(
     json
         Print the result as JSON on stdout, and everything else on stderr.
     """
-    from fourfold.cli.settings import load, positive
+    from fourfold.cli.settings import blaming, load, positive
 
     positive("--steps", steps)
     loaded = load(config, overrides)
-    with printing(json):
+    with printing(json), blaming(loaded):
         from fourfold.verify import verify as compare
 
         result = compare(loaded, steps=steps, backend=backend)
@@ -111,10 +111,10 @@ def plan(config: str, /, *overrides: Overrides, json: Json = False) -> int:
     json
         Print the result as JSON on stdout, and everything else on stderr.
     """
-    from fourfold.cli.settings import load
+    from fourfold.cli.settings import blaming, load
 
     loaded = load(config, overrides)
-    with printing(json):
+    with printing(json), blaming(loaded):
         from fourfold.planner import plan as forecast
 
         result = forecast(loaded)

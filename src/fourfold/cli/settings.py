@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,15 +43,32 @@ def plan_problems(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def hardware_problems(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """A machine that is neither here, nor in the catalogue, nor a file."""
+    """A machine that is neither here, nor in the catalogue, nor in a file that can be read."""
     hardware = settings.get("hardware", "here")
-    if isinstance(hardware, str) and hardware and hardware != "here" and not Path(hardware).suffix:
-        from fourfold.hardware import catalogue
+    if isinstance(hardware, str) and hardware not in ("", "here"):
+        from fourfold.hardware import Cluster, ClusterError
 
         try:
-            catalogue.find(hardware)
-        except ValueError as error:
-            yield "hardware", str(error)
+            Cluster.parse(hardware)
+        except ClusterError as error:
+            yield "hardware", str(error).removeprefix("hardware: ")
+
+
+@contextmanager
+def blaming(loaded: Loaded) -> Iterator[None]:
+    """Errors of the rooms below that begin with a setting's key are told with where that setting was written.
+
+    Raises:
+        ConfigError: instead of such an error.
+    """
+    try:
+        yield
+    except ValueError as error:
+        ours = type(error).__module__.startswith("fourfold.") and not isinstance(error, ConfigError)
+        problem = loaded.origins.blame(str(error))
+        if not ours or problem.key.partition(".")[0] not in Config.model_fields:
+            raise
+        raise ConfigError([problem]) from error
 
 
 def positive(option: str, value: int) -> None:

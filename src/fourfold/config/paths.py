@@ -25,7 +25,7 @@ def missing(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if isinstance(folder, str) and Path(folder).expanduser().is_file():
             yield key, f"expected a folder, found the file {folder!r}; choose another name"
     hardware = settings.get("hardware")
-    if isinstance(hardware, str) and Path(hardware).suffix.lower() in (".yaml", ".yml", ".toml", ".json"):
+    if isinstance(hardware, str) and Path(hardware).suffix.lower() in (".yaml", ".yml", ".json"):
         if not Path(hardware).expanduser().is_file():
             yield (
                 "hardware",
