@@ -138,7 +138,7 @@ class Axis:
         return self._issue("broadcast", kind, sent, algorithms.broadcast(self._channel, flat, source, signature, codec))
 
     def send(self, tensor: Tensor, to: int, kind: str, tag: int = 0, *, codec: Codec | None = None) -> Work:
-        """`tensor` to rank `to` of this axis. Messages of one pair and tag arrive in the order in which they were sent."""
+        """`tensor` to rank `to` of this axis. Messages of one pair and tag arrive in the order sent."""
         flat = _flat(tensor, "tensor")
         self._peer("send", "to", to, tag)
         assert self._channel is not None
@@ -281,7 +281,8 @@ class Axis:
     def _rank(self, op: str, what: str, rank: int) -> None:
         if not 0 <= rank < self.size:
             raise UsageError(
-                f"{op} on axis {self.name}: expected `{what}` to be a rank of the axis (0 … {self.size - 1}), found {rank}"
+                f"{op} on axis {self.name}: expected `{what}` to be a rank of the axis "
+                f"(0 … {self.size - 1}), found {rank}"
             )
 
     def _peer(self, op: str, what: str, rank: int, tag: int) -> None:

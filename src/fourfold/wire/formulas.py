@@ -1,4 +1,4 @@
-"""Bytes that one rank hands to the network, collective by collective: the closed forms of the algorithms that wire runs.
+"""Bytes that one rank hands to the network, by collective: the closed forms of wire's own algorithms.
 
 They live beside the code that they predict; a test holds them equal to the metered bytes, exactly. `size` is the number
 of ranks on the axis, `nbytes` the whole tensor in bytes, `index` the rank's index on the axis. Where a tensor does not
@@ -28,7 +28,7 @@ def reduce_scatter(size: int, nbytes: int) -> int:
 
 
 def all_reduce(size: int, nbytes: int, itemsize: int = 1, index: int = 0) -> int:
-    """An exchange and a gather: S − c + (size − 1) c, where c is this rank's share of S; 2 (size − 1) / size S if even."""
+    """An exchange and a gather: S − c + (size − 1) c, c this rank's share of S; 2 (size − 1) / size S if even."""
     mine = shares(nbytes // itemsize, size)[index] * itemsize
     return nbytes - mine + (size - 1) * mine
 

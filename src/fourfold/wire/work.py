@@ -1,4 +1,4 @@
-"""A collective under way. An algorithm is a generator: it yields whatever it has to wait for, and goes on from there."""
+"""A collective under way. An algorithm is a generator: it yields what it has to wait for, then goes on."""
 
 from __future__ import annotations
 
@@ -25,11 +25,17 @@ class Pending(Protocol):
 class Observer(Protocol):
     """Who hears of a work's life: the axis, for its ledger, its watch and its errors."""
 
-    def waiting(self, work: Work) -> None: ...
+    def waiting(self, work: Work) -> None:
+        """The caller blocks in it."""
+        ...
 
-    def finished(self, work: Work) -> None: ...
+    def finished(self, work: Work) -> None:
+        """Its results are in place."""
+        ...
 
-    def failed(self, work: Work, error: Exception) -> Exception: ...
+    def failed(self, work: Work, error: Exception) -> Exception:
+        """What to raise for the error that a backend raised."""
+        ...
 
 
 class Work:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 
+from fourfold.wire.backends.channel import Fabric
 from fourfold.wire.errors import UsageError
-
-if TYPE_CHECKING:
-    from fourfold.wire.backends.channel import Fabric
-    from fourfold.wire.watch import Watch
+from fourfold.wire.watch import Watch
 
 BACKENDS = ("auto", "gloo", "nccl")
 
@@ -46,7 +44,7 @@ class World:
             watch.close()
 
 
-def join(backend: str = "auto", timeout: float = 300.0) -> World:
+def join(backend: str = "auto", timeout: float = 300.0, watch: Path | str | None = None) -> World:
     """Join the world that torchrun's environment describes, or be a world of one.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and torchrun's TORCHELASTIC_RUN_ID,
@@ -55,12 +53,20 @@ def join(backend: str = "auto", timeout: float = 300.0) -> World:
     Args:
         backend: "gloo", "nccl", or "auto": nccl where there is a CUDA device for each local rank, else gloo.
         timeout: how long a collective may take before it is an error (s).
+        watch: an existing folder in which this rank keeps its watch file.
 
     Raises:
         UsageError: an unknown backend, or an environment that is incomplete or contradicts itself.
     """
     if backend not in BACKENDS:
         raise UsageError(f"backend: expected one of {', '.join(BACKENDS)}, found {backend!r}")
+    world = _connect(backend, timeout)
+    if watch is not None:
+        world.watch = Watch(watch, world.rank)
+    return world
+
+
+def _connect(backend: str, timeout: float) -> World:
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return alone()
     rank, size = _whole("RANK"), _whole("WORLD_SIZE")

@@ -33,10 +33,12 @@ class GlooChannel:
         self._slots = 0
 
     def reserve(self, signature: str) -> int:
+        """Slots are numbers, counted alike on every rank."""
         self._slots += 1
         return self._slots
 
     def all_gather(self, slot: int, out: Tensor, shard: Tensor, splits: Sequence[int]) -> Pending:
+        """Point to point, tagged with the slot, so that ranks may start it at different moments."""
         parts = out.split(list(splits))
         tag = _TAGS + slot % _TAGS
         others = [(self.index + step) % self.size for step in range(1, self.size)]
@@ -50,25 +52,32 @@ class GlooChannel:
     def all_to_all(
         self, slot: int, out: Tensor, inp: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
     ) -> Pending:
+        """The backend's own exchange."""
         work = dist.all_to_all_single(out, inp, list(out_splits), list(in_splits), group=self.group, async_op=True)
         return _Collective(work)
 
     def driven(self, steps: Steps) -> Steps:
+        """As it is: the caller polls."""
         return steps
 
     def all_reduce(self, slot: int, tensor: Tensor) -> Pending:
+        """The backend's own sum."""
         return _Collective(dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def reduce_scatter(self, slot: int, out: Tensor, full: Tensor) -> Pending:
+        """Never called."""
         raise WireError(f"slot {slot}: gloo's reduce-scatter moves twice the bytes; wire composes a better one")
 
     def broadcast(self, slot: int, tensor: Tensor, source: int) -> Pending:
+        """The backend's own."""
         return _Collective(dist.broadcast(tensor, group=self.group, group_src=source, async_op=True))
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Pending:
+        """One message."""
         return _Messages([self.group.send([tensor], to, tag)])
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Pending:
+        """One message."""
         return _Messages([self.group.recv([tensor], source, tag)])
 
 

@@ -30,6 +30,7 @@ class NcclChannel:
         self._slots = 0
 
     def reserve(self, signature: str) -> int:
+        """Slots are numbers, counted alike on every rank."""
         self._slots += 1
         return self._slots
 
@@ -39,10 +40,12 @@ class NcclChannel:
         with torch.cuda.stream(self._side):
             for pending in steps:
                 pending.wait()
-            event = self._side.record_event()
+            event = torch.cuda.Event()
+            event.record(self._side)
         yield _Event(event)
 
     def all_gather(self, slot: int, out: Tensor, shard: Tensor, splits: Sequence[int]) -> Pending:
+        """NCCL's own if the shards are equal, else grouped messages."""
         if len(set(splits)) == 1:
             return _Enqueued([dist.all_gather_single(out, shard, group=self.group, async_op=True)])
         parts = out.split(list(splits))
@@ -57,22 +60,28 @@ class NcclChannel:
     def all_to_all(
         self, slot: int, out: Tensor, inp: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
     ) -> Pending:
+        """The backend's own exchange."""
         work = dist.all_to_all_single(out, inp, list(out_splits), list(in_splits), group=self.group, async_op=True)
         return _Enqueued([work])
 
     def all_reduce(self, slot: int, tensor: Tensor) -> Pending:
+        """The backend's own sum."""
         return _Enqueued([dist.all_reduce(tensor, group=self.group, async_op=True)])
 
     def reduce_scatter(self, slot: int, out: Tensor, full: Tensor) -> Pending:
+        """The backend's own sum of parts."""
         return _Enqueued([dist.reduce_scatter_single(out, full, group=self.group, async_op=True)])
 
     def broadcast(self, slot: int, tensor: Tensor, source: int) -> Pending:
+        """The backend's own."""
         return _Enqueued([dist.broadcast(tensor, group=self.group, group_src=source, async_op=True)])
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Pending:
+        """One message, grouped."""
         return _Enqueued(dist.batch_isend_irecv([self._message(dist.isend, tensor, to, tag)]))
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Pending:
+        """One message, grouped."""
         return _Enqueued(dist.batch_isend_irecv([self._message(dist.irecv, tensor, source, tag)]))
 
     def _message(self, op: Callable[..., object], tensor: Tensor, rank: int, tag: int = 0) -> dist.P2POp:

@@ -6,6 +6,7 @@ import ipaddress
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,15 +28,14 @@ def join(backend: str, rank: int, size: int, timeout: float) -> World:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if os.path.exists("/sys/class/net/lo") else "lo0")
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     limit = timedelta(seconds=timeout)
-    store = dist.TCPStore(address, port, size, is_master=rank == 0 and not agent, timeout=limit, wait_for_workers=False)
+    store = _store(address, port, size, is_master=rank == 0 and not agent, timeout=limit)
     run, restart = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     device = torch.device("cpu")
     if backend == "nccl":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend, store=dist.PrefixStore(f"{run}/{restart}", store), rank=rank, world_size=size, timeout=limit
-    )
+    own = dist.PrefixStore(f"{run}/{restart}", store)  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=limit)
     return World(rank, size, backend, device, fabric=GroupFabric(backend, rank, limit))
 
 
@@ -58,6 +58,7 @@ class GroupFabric:
             use_local_synchronization=True,
             group_desc=name,
         )
+        assert isinstance(group, dist.ProcessGroup)  # this rank is a member
         index = list(members).index(self.rank)
         if self.backend == "nccl":
             return NcclChannel(group, len(members), index, ordered)
@@ -67,6 +68,10 @@ class GroupFabric:
         """Destroy every group."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _store(address: str, port: int, size: int, *, is_master: bool, timeout: timedelta) -> Any:
+    return dist.TCPStore(address, port, size, is_master, timeout, False)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _loopback(address: str) -> bool:

@@ -1,7 +1,8 @@
 """Ranks as threads of one process: exact, in rank order, and every mistake between ranks has a name.
 
 What a rank sends is copied when it is issued (posted) and read when it is waited for (met), so nothing can deadlock
-that would not on a network. Torch's default generator is process-wide: ranks that seed it race, so wire never touches it.
+that would not on a network. Torch's default generator is process-wide: ranks that seed it race, so wire never
+touches it.
 """
 
 from __future__ import annotations
@@ -132,11 +133,14 @@ class ThreadChannel:
         self._slots = 0
 
     def reserve(self, signature: str) -> int:
+        """A number, and what this rank says that will cross; compared when the ranks meet."""
         self._slots += 1
         self._signatures[self._slots] = signature
         return self._slots
 
     def all_gather(self, slot: int, out: Tensor, shard: Tensor, splits: Sequence[int]) -> Pending:
+        """Post the shard, meet, copy every part."""
+
         def take(posts: list[Post]) -> None:
             for part, post in zip(out.split(list(splits)), posts, strict=True):
                 part.copy_(post.parts[0])
@@ -146,6 +150,7 @@ class ThreadChannel:
     def all_to_all(
         self, slot: int, out: Tensor, inp: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
     ) -> Pending:
+        """Post all parts, meet, copy those for this rank."""
         signature = self._signatures[slot]
 
         def take(posts: list[Post]) -> None:
@@ -161,15 +166,19 @@ class ThreadChannel:
         return self._meeting(slot, inp.clone().split(list(in_splits)), take)
 
     def driven(self, steps: Steps) -> Steps:
+        """As it is: the caller polls."""
         return steps
 
     def all_reduce(self, slot: int, tensor: Tensor) -> Pending:
+        """Never called."""
         raise WireError(f"slot {slot}: thread ranks have no sums of their own; wire composes them")
 
     def reduce_scatter(self, slot: int, out: Tensor, full: Tensor) -> Pending:
+        """Never called."""
         return self.all_reduce(slot, full)
 
     def broadcast(self, slot: int, tensor: Tensor, source: int) -> Pending:
+        """The source posts, all meet."""
         return self._meeting(
             slot,
             [tensor.clone()] if self.index == source else [],
@@ -177,6 +186,7 @@ class ThreadChannel:
         )
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Pending:
+        """Put a copy into the receiver's box."""
         with self.room.changed:
             self.room.check()
             self.room.letters[self.key, self.index, to, tag].append(tensor.clone())
@@ -184,6 +194,7 @@ class ThreadChannel:
         return _Done()
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Pending:
+        """Take the oldest letter from the box."""
         return _Letter(self, tensor, source, tag)
 
     def _meeting(self, slot: int, parts: Sequence[Tensor], take: Callable[[list[Post]], object]) -> Pending:
