@@ -81,8 +81,8 @@ class Job:
 
 def _coordinate(job: Job) -> None:
     """The first writer: open the save, write its own part, gather the others', publish."""
-    prepare(job.folder)
     clear_leftovers(job.folder)
+    prepare(job.folder, part.needed_bytes(job.boxes))
     name = uuid.uuid4().hex
     job.aside.mkdir()
     durable.write(job.aside / layout.BEGIN, json.dumps({"save": name, "step": job.step}).encode())

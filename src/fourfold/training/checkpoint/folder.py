@@ -6,11 +6,14 @@ import uuid
 from pathlib import Path
 
 from fourfold.training.checkpoint import durable
-from fourfold.training.checkpoint.errors import CheckpointError, in_words
+from fourfold.training.checkpoint.errors import CheckpointError, free_bytes, in_words, no_space
 
 
-def prepare(folder: Path) -> None:
+def prepare(folder: Path, need: int = 0) -> None:
     """Make the folder of checkpoints, and prove that files can be written there. Call it before training starts.
+
+    Args:
+        need: bytes of one checkpoint, where they are known: refused at once if the disk has no room for them.
 
     Raises:
         CheckpointError: what is in the way, and what to try.
@@ -26,4 +29,7 @@ def prepare(folder: Path) -> None:
             f"checkpoint folder {folder}: expected a folder, found a file; name another folder"
         ) from error
     except OSError as error:
-        raise in_words(error, folder, len(b"fourfold")) or error from error
+        raise in_words(error, folder, need) or error from error
+    free = free_bytes(folder)
+    if need > free:
+        raise no_space(folder, need, free, "checked before writing")
