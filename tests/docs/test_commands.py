@@ -21,7 +21,7 @@ SECONDS = 240
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What git tracks, or would, in a scratch folder, with the repository's own .venv."""
     scratch = tmp_path_factory.mktemp("documents") / "fourfold"
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    command = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for path in subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0"):
         if path and (ROOT / path).is_file():
             (scratch / path).parent.mkdir(parents=True, exist_ok=True)
