@@ -56,7 +56,7 @@ def test_a_python_without_venv(copy: Path) -> None:
 
 def test_an_installation_that_fails_leaves_no_mark_of_success(copy: Path) -> None:
     # The venv is "made" as a folder whose pip and uv always fail.
-    made = 'mkdir -p "$4/bin"; for name in python pip uv; do cp "$(command -v false)" "$4/bin/$name"; done'
+    made = r'mkdir -p "$4/bin"; cd "$4/bin"; printf "#!/bin/sh\nexit 1\n" | tee python pip uv >&2; chmod +x *'
     stand_in = _python(copy, f'case "$1" in -m) {made} ;; *) exec {sys.executable} "$@" ;; esac')
     done = _setup(copy, stand_in)
     assert done.returncode != 0
