@@ -66,7 +66,7 @@ def _unknown(spot: Spot) -> str:
     name = spot.path[-1]
     known = tuple(spot.owner.model_fields)
     hint = nearest(name, known)
-    if not hint and "." in name:
+    if "." in name:
         hint = f" (in a file, `{name.split('.')[0]}:` is a line of its own and the rest stands indented under it)"
     others = [kind for kind, section in _kinds_of(spot).items() if name in section.model_fields]
     if others:

@@ -70,7 +70,7 @@ def _text(path: str) -> str:
             [Problem(path, "", f"cannot be read: {reason}; check the path and its permissions")]
         ) from error
     if b"\0" in raw:
-        raise ConfigError([Problem(path, "", "expected text, found a binary file; is this the right file?")])
+        raise ConfigError([Problem(path, "", "expected UTF-8 text, found a binary file; is this the right file?")])
     try:
         return raw.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:

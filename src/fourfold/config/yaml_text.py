@@ -188,7 +188,7 @@ def _syntax(error: yaml.YAMLError, text: str, path: str) -> Problem:
         return Problem(path, "", f"is not YAML: {reason}; remove the odd characters, or save it as plain UTF-8")
     lines = text.split("\n")
     line = lines[mark.line] if mark.line < len(lines) else ""
-    remedy = "check the indentation, colons and quotes here and just above"
+    remedy = "check indentation, colons, quotes and brackets here and just above"
     if "\t" in line[: len(line) - len(line.lstrip())] or "'\\t'" in str(error):
         remedy = "indent by spaces, not by tabs"
     words = " ".join(part for part in (getattr(error, "context", None), getattr(error, "problem", None)) if part)
