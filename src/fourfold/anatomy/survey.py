@@ -45,7 +45,7 @@ class Anatomy:
     failures: tuple[str, ...] = field(default=(), compare=False)
 
 
-Loss = Callable[[nn.Module, Mapping[str, Tensor]], Any]
+Loss = Callable[[nn.Module, Any], Any]
 
 
 def survey(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor]) -> Anatomy:
@@ -54,7 +54,8 @@ def survey(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor]) -> Anatomy
     Raises:
         AnatomyError: the forward runs neither on meta nor on fake nor on real tensors.
     """
-    failures = []
+    failures: list[str] = []
+    last: Exception | None = None
     for attempt in twins(model, batch, _real):
         try:
             return _run(attempt, loss, tuple(failures))

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 
-
 from torch import Tensor, nn
 
 from fourfold.anatomy import Anatomy

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fourfold.randomness.capture import capture
 
 
-class recompute_attention(TorchFunctionMode):  # noqa: N801 - used as a context manager
+class recompute_attention(TorchFunctionMode):
     """While entered, `scaled_dot_product_attention` keeps its inputs only and runs again in backward."""
 
     def __torch_function__(

@@ -166,7 +166,7 @@ class Run:
             return self.placed.logical(lambda unit: unit.arena.shard)
 
     def logical_gradients(self) -> dict[str, Tensor]:
-        """Gradients of the last step by logical name (divided and clipped, as the optimizer saw them), on every rank."""
+        """Gradients of the last step by logical name, as the optimizer saw them (divided, clipped), on every rank."""
         with self._outside_of_steps():
             return self.placed.logical(lambda unit: unit.arena.gradient)
 
@@ -307,7 +307,7 @@ def _own_weights(model: nn.Module, mesh: Mesh) -> Fill:
             "give parallelize `weights`, or build the model on the CPU"
         )
     flat = {name: parameter.detach().reshape(-1).cpu() for name, parameter in parameters.items()}
-    checks = [float(zlib.crc32(values.contiguous().view(torch.uint8).numpy())) for values in flat.values()]
+    checks = [float(zlib.crc32(memoryview(values.contiguous().view(torch.uint8).numpy()))) for values in flat.values()]
     ranks = mesh.over("z", "data").collect(checks)
     for rank, theirs in enumerate(ranks):
         for name, mine, other in zip(flat, ranks[0], theirs, strict=True):

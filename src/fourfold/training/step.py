@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +21,7 @@ from fourfold.training.optimizer import Optimizer
 from fourfold.wire import Axis, Mesh, formulas
 
 Loss = Callable[[nn.Module, dict[str, Tensor]], tuple[Tensor, Tensor | int]]
-"""`loss(model, batch) -> (sum, count)`: calls the model itself, sums over tokens or rows, and says how many there were."""
+"""`loss(model, batch) -> (sum, count)`: calls the model itself, sums over tokens or rows, says how many there were."""
 
 
 _CONTROL = 5

@@ -22,8 +22,15 @@ DECAY, PLAIN, FROZEN = "decay", "plain", "frozen"
 class Shard(Protocol):
     """What the optimizer needs of a shard: a flat parameter, and the group it belongs to."""
 
-    parameter: nn.Parameter
-    group: str
+    @property
+    def parameter(self) -> nn.Parameter:
+        """Flat [numel]."""
+        ...
+
+    @property
+    def group(self) -> str:
+        """One of DECAY, PLAIN, FROZEN."""
+        ...
 
 
 def group_of(name: str, parameter: Tensor) -> str:

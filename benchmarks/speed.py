@@ -1,0 +1,191 @@
+"""Training speed of two gloo ranks beside torch's own: FSDP2 for sharded parameters, DDP for replicas.
+
+    python benchmarks/speed.py --mode parameters --size large
+    python benchmarks/speed.py --mode replicas --size tiny --pairs 31
+
+Both frameworks train the same GPT on the same tokens, in the same two processes, one thread a rank, fused AdamW each.
+A round is the peer, fourfold and the peer again, in alternating order; peer / peer is the control. Printed are medians
+of the rounds' ratios of wall time with 95 % bootstrap intervals, and CPU seconds summed over the ranks. A ratio above
+1 means that fourfold is faster. The run decides nothing unless the control holds 1 within 3 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from fourfold import wire
+from fourfold.models.gpt import GPT, Config
+from fourfold.training.losses.cross_entropy import cross_entropy
+from fourfold.training.optimizer import OptimizerOptions
+from fourfold.training.run import parallelize
+
+RANKS = 2
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, its batch, and how many steps make one timed block."""
+
+    layers: int
+    width: int
+    heads: int
+    sequence: int
+    rows: int
+    vocabulary: int
+    steps: int
+
+
+SIZES = {
+    "large": Size(layers=6, width=384, heads=6, sequence=256, rows=8, vocabulary=4096, steps=1),
+    "tiny": Size(layers=4, width=128, heads=4, sequence=64, rows=4, vocabulary=512, steps=20),
+}
+
+
+def build(size: Size) -> GPT:
+    """The same weights on every rank."""
+    torch.manual_seed(0)
+    shape = Config(size.vocabulary, size.sequence, size.layers, size.width, size.heads, tied=False)
+    return GPT(shape)
+
+
+def ours(size: Size, mode: str, world: wire.World) -> Callable[[Tensor], float]:
+    """A step of fourfold on the global batch."""
+    placement = {"z": RANKS, "shard": "parameters"} if mode == "parameters" else {"data": RANKS}
+    options = OptimizerOptions(lr=1e-4, weight_decay=0.01)
+    run = parallelize(build(size), cross_entropy, options, {"placement": placement}, world=world)
+    return lambda tokens: run.step({"tokens": tokens}).loss
+
+
+def peer(size: Size, mode: str) -> Callable[[Tensor], float]:
+    """A step of torch's own, set up as its documentation advises."""
+    model = build(size)
+    if mode == "parameters":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (RANKS,))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        trained: nn.Module = model
+    else:
+        trained = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+    index = dist.get_rank()
+
+    def step(tokens: Tensor) -> float:
+        mine = tokens.chunk(RANKS)[index]
+        total, count = cross_entropy(trained, {"tokens": mine})
+        loss = total / count
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    return step
+
+
+def timed(step: Callable[[Tensor], float], batches: list[Tensor]) -> tuple[float, float]:
+    """Wall seconds of the slower rank, and CPU seconds of both."""
+    dist.barrier()
+    wall, cpu = time.perf_counter(), time.process_time()
+    for tokens in batches:
+        step(tokens)
+    spent = torch.tensor([time.perf_counter() - wall, time.process_time() - cpu])
+    slowest, total = spent[:1].clone(), spent[1:].clone()
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    dist.all_reduce(total)
+    return float(slowest), float(total)
+
+
+def rank(index: int, port: int, arguments: argparse.Namespace) -> None:
+    """One of the two processes."""
+    os.environ |= {"RANK": str(index), "LOCAL_RANK": str(index), "WORLD_SIZE": str(RANKS)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    world = wire.join("gloo")
+    size, mode = SIZES[arguments.size], arguments.mode
+    steps = {"fourfold": ours(size, mode, world), "peer": peer(size, mode)}
+    generator = torch.Generator().manual_seed(1)
+    shape = (size.rows, size.sequence + 1)
+    batches = [torch.randint(size.vocabulary, shape, generator=generator) for _ in range(size.steps)]
+    for _ in range(3):
+        for step in steps.values():
+            timed(step, batches)
+    rounds = []
+    for number in range(arguments.pairs):
+        order = ("peer", "fourfold", "again") if number % 2 == 0 else ("again", "fourfold", "peer")
+        measured = {name: timed(steps["peer" if name == "again" else name], batches) for name in order}
+        rounds.append(measured)
+        if index == 0:
+            wall = {name: round(value[0] / size.steps * 1e3, 1) for name, value in measured.items()}
+            print(f"round {number + 1}: milliseconds a step {wall}", flush=True)
+    if index == 0:
+        report(rounds, arguments, size)
+    dist.barrier()
+    world.leave()
+
+
+def interval(ratios: list[float]) -> tuple[float, float, float]:
+    """Median and its 95 % bootstrap interval."""
+    random = np.random.default_rng(0)
+    values = np.array(ratios)
+    medians = np.median(random.choice(values, (10_000, len(values))), axis=1)
+    return statistics.median(ratios), *np.quantile(medians, [0.025, 0.975]).tolist()
+
+
+def report(rounds: list[dict[str, tuple[float, float]]], arguments: argparse.Namespace, size: Size) -> None:
+    """Print the table."""
+    peer_name = "FSDP2" if arguments.mode == "parameters" else "DDP"
+    speed = interval([(one["peer"][0] + one["again"][0]) / 2 / one["fourfold"][0] for one in rounds])
+    control = interval([one["again"][0] / one["peer"][0] for one in rounds])
+    cpu = interval([(one["peer"][1] + one["again"][1]) / 2 / one["fourfold"][1] for one in rounds])
+    tokens = size.rows * size.sequence * size.steps
+    target = 1.05 if arguments.mode == "parameters" else 1.0
+    decides = control[1] <= 1 <= control[2] and (control[2] - control[1]) / 2 <= 0.03
+    met = (speed[0] >= target or speed[2] >= target) and speed[1] >= 0.97 * target
+    result = {
+        "mode": arguments.mode,
+        "size": arguments.size,
+        "rounds": len(rounds),
+        f"fourfold / {peer_name}, tokens per second": speed,
+        f"{peer_name} / {peer_name} (control)": control,
+        f"{peer_name} / fourfold, CPU seconds": cpu,
+        "fourfold tokens/s": tokens / statistics.median(one["fourfold"][0] for one in rounds),
+        f"{peer_name} tokens/s": tokens / statistics.median(one["peer"][0] for one in rounds),
+        "target": target,
+        "verdict": ("met" if met else "not met") if decides else "undecided: the control does not hold 1 within 3 %",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
+    }
+    print(json.dumps(result, indent=1))
+
+
+def main() -> None:
+    """Start both ranks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mode", choices=("parameters", "replicas"), required=True)
+    parser.add_argument("--size", choices=tuple(SIZES), required=True)
+    parser.add_argument("--pairs", type=int, default=21)
+    arguments = parser.parse_args()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(rank, args=(port, arguments), nprocs=RANKS)
+
+
+if __name__ == "__main__":
+    main()
