@@ -19,15 +19,31 @@ SECONDS = 240
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What git tracks, or would, in a scratch folder, with the repository's own .venv."""
+    """What git tracks, or would, in a scratch folder, with the repository's own packages and commands."""
     scratch = tmp_path_factory.mktemp("documents") / "fourfold"
     command = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for path in subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0"):
         if path and (ROOT / path).is_file():
             (scratch / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / path, scratch / path)
-    (scratch / ".venv").symlink_to(ROOT / ".venv", target_is_directory=True)
+    _lend(Path(sys.prefix), scratch)
     return scratch
+
+
+def _lend(venv: Path, scratch: Path) -> None:
+    """A .venv of links with a mark of its own: `make setup` finds nothing to do, and cannot reinstall into the lender."""
+    (scratch / ".venv").mkdir()
+    for entry in venv.iterdir():
+        if entry.name != "fourfold-setup":
+            (scratch / ".venv" / entry.name).symlink_to(entry)
+    files = b"".join((scratch / name).read_bytes() for name in ("pyproject.toml", "constraints.txt", "scripts/setup"))
+    stamp = subprocess.run(["cksum"], input=files, capture_output=True, check=True).stdout
+    (scratch / ".venv" / "fourfold-setup").write_bytes(stamp)
+
+
+def test_setting_up_the_copy_does_nothing(copy: Path) -> None:
+    done = subprocess.run(["make", "--silent", "setup"], cwd=copy, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.fixture(scope="module")
