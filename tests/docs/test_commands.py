@@ -31,7 +31,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _lend(venv: Path, scratch: Path) -> None:
-    """A .venv of links with a mark of its own: `make setup` finds nothing to do, and cannot reinstall into the lender."""
+    """A .venv of links with a mark of its own: `make setup` finds nothing to do, and reinstalls nothing in the lender."""
     (scratch / ".venv").mkdir()
     for entry in venv.iterdir():
         if entry.name != "fourfold-setup":
@@ -41,6 +41,7 @@ def _lend(venv: Path, scratch: Path) -> None:
     (scratch / ".venv" / "fourfold-setup").write_bytes(stamp)
 
 
+@pytest.mark.documents
 def test_setting_up_the_copy_does_nothing(copy: Path) -> None:
     done = subprocess.run(["make", "--silent", "setup"], cwd=copy, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
