@@ -31,7 +31,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _lend(venv: Path, scratch: Path) -> None:
-    """A .venv of links with a mark of its own: `make setup` finds nothing to do, and reinstalls nothing in the lender."""
+    """A .venv of links with a mark of its own: `make setup` has nothing to do, and reinstalls nothing in the lender."""
     (scratch / ".venv").mkdir()
     for entry in venv.iterdir():
         if entry.name != "fourfold-setup":
