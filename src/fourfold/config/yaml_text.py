@@ -19,6 +19,8 @@ LARGEST = 20_000
 """Values that a file may expand to: aliases of aliases grow exponentially."""
 DEEPEST = 50
 """Levels of nesting."""
+MANY = f"holds more than {LARGEST} values; a config is smaller: is this the right file?"
+DEEP = f"nested too deep; at most {DEEPEST} levels are read"
 TAG = "tag:yaml.org,2002:"
 
 _CORE = (
@@ -33,10 +35,30 @@ _CORE = (
 )
 
 
+class _Bound(yaml.MarkedYAMLError):
+    """The text holds more than a config can."""
+
+
 class Loader(yaml.SafeLoader):
-    """PyYAML's scanner, parser and composer with the plain scalars of YAML 1.2."""
+    """PyYAML's scanner, parser and composer with the plain scalars of YAML 1.2; stops at too many or too deep nodes."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}
+
+    def __init__(self, stream: str) -> None:
+        """Read text."""
+        super().__init__(stream)
+        self.nodes = 0
+        self.depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """One node and what it holds, while both stay within bounds."""
+        self.nodes += 1
+        self.depth += 1
+        if self.nodes > LARGEST or self.depth > DEEPEST:
+            raise _Bound(None, None, MANY if self.nodes > LARGEST else DEEP, self.peek_event().start_mark)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 class Dumper(yaml.SafeDumper):
@@ -68,10 +90,11 @@ def parse(text: str, path: str) -> Document:
     """
     try:
         node = _compose(text)
+    except _Bound as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError([Problem(f"{path}:{line}", "", str(error.problem))]) from None
     except yaml.YAMLError as error:
         raise ConfigError([_syntax(error, text, path)]) from None
-    except RecursionError:
-        raise ConfigError([Problem(path, "", f"nested too deep; at most {DEEPEST} levels are read")]) from None
     document = Document()
     if node is None:
         return document
@@ -126,9 +149,9 @@ class _Builder:
     def _value(self, node: yaml.Node, path: Path) -> Any:
         self.built += 1
         if self.built > LARGEST:
-            self._stop(node, path, f"expands to more than {LARGEST} values; write the aliases out, or use fewer")
+            self._stop(node, path, f"its aliases expand to more than {LARGEST} values; use fewer of them")
         if len(path) > DEEPEST:
-            self._stop(node, path[:3], f"nested too deep; at most {DEEPEST} levels are read")
+            self._stop(node, path[:3], f"an alias holds itself; {DEEP}")
         if isinstance(node, yaml.MappingNode) and node.tag == TAG + "map":
             return self.mapping(node, path)
         if isinstance(node, yaml.SequenceNode) and node.tag == TAG + "seq":
