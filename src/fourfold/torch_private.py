@@ -128,6 +128,11 @@ def overlaps(
     ]
 
 
+def storage_key(tensor: Tensor) -> int:
+    """A number that tensors share exactly while they share their storage, on meta too."""
+    return tensor.untyped_storage()._cdata
+
+
 def fake_mode() -> Any:
     """A mode under which tensors have shapes and a device, but no data."""
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -1,0 +1,265 @@
+"""One forward and backward of a model, recorded without memory and without a device.
+
+The model runs on fake CPU tensors (shapes without values) in a subprocess. A model that decides by values cannot run
+so; then it is really built and run, on two and on three rows, with no more than three of equal blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from fourfold import randomness, torch_private
+from fourfold.anatomy import Anatomy, survey
+from fourfold.placement.membership import members
+from fourfold.placement.selective import recompute_attention
+from fourfold.planner import blocks
+from fourfold.planner.recorder import AFTER, BACKWARD, BEFORE, FORWARD, Recorder
+from fourfold.planner.subject import Subject
+
+REAL_LIMIT = 4 * 1024**3
+"""Bytes of weights beyond which a model is not really built in order to be traced."""
+
+
+class TraceError(ValueError):
+    """The model cannot be run, not even for a forecast."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the model is run.
+
+    Attributes:
+        rows: of the batch.
+        dtype: of weights and floating inputs.
+        recompute: "none", "selective" or "full", as in a plan.
+        streams: dropout draws fourfold's masks (one byte an element), as in a placed model; else torch's own.
+        real: with values and kernels.
+        short: with no more than three of equal blocks.
+    """
+
+    rows: int
+    dtype: str = "float32"
+    recompute: str = "none"
+    streams: bool = True
+    real: bool = False
+    short: bool = True
+
+
+def outline(subject: Subject) -> dict[str, Any]:
+    """What the subject's model is, from one forward without values, as plain JSON."""
+    model = _built(subject, real=False)
+    anatomy = survey(model, subject.loss, subject.batch)
+    units = members(model, anatomy, lambda name, weight: "weights", bucket=0, itemsize=1)
+    return {
+        "anatomy": dataclasses.asdict(anatomy),
+        "units": [[unit.name, list(unit.blocks), [list(weight) for weight in unit.weights]] for unit in units],
+        "parameters": sum(weight.numel() for weight in model.parameters()),
+        "inputs": _inputs(subject, model, anatomy.blocks),
+    }
+
+
+def _inputs(subject: Subject, model: nn.Module, paths: Sequence[str]) -> dict[str, str]:
+    """Shapes of what every block is called with: equal blocks that work on different sizes do not cost the same.
+
+    Empty where the model needs values to run; then equal blocks are taken at their word.
+    """
+    found: dict[str, str] = {}
+
+    def note(path: str, block: nn.Module, args: Any, kwargs: Any) -> None:
+        found[path] = str([tuple(tensor.shape) for tensor in _tensors((args, kwargs))])
+
+    for path in paths:
+        model.get_submodule(path).register_forward_pre_hook(partial(note, path), with_kwargs=True)
+    settings = Settings(rows=2)
+    try:
+        with torch_private.fake_tensors(), torch.no_grad():
+            _replace_tensors(model, torch.float32, real=False)
+            subject.loss(model, {name: _rows(tensor, settings, torch.float32) for name, tensor in subject.batch.items()})
+    except Exception:  # any operator may refuse fake tensors, each in its own way
+        return {}
+    return found
+
+
+def record(subject: Subject, anatomy: Anatomy, inputs: Mapping[str, str], settings: Settings) -> dict[str, Any]:
+    """Run the model and return the tape as plain JSON (`tape.Tape` reads it). To be called in a process of its own.
+
+    Raises:
+        TraceError: the model is too large to be really built.
+    """
+    dtype = getattr(torch, settings.dtype)
+    model = _built(subject, settings.real).train()
+    weights = [[name, list(weight.shape), weight.requires_grad] for name, weight in model.named_parameters()]
+    buffers = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
+    images = blocks.shorten(model, anatomy.blocks, inputs) if settings.short else blocks.all_of(anatomy.blocks)
+    recorder = Recorder()
+    with nullcontext() if settings.real else torch_private.fake_tensors():
+        _replace_tensors(model, dtype, real=settings.real)
+        batch = {name: _rows(tensor, settings, dtype) for name, tensor in subject.batch.items()}
+        places = _Places(recorder, settings, len(images))
+        for image in images:
+            places.watch(image, model.get_submodule(image.path))
+        _run(subject, model, batch, recorder, settings)
+        gradients = _gradients(model, recorder, anatomy, images)
+    return {
+        "rows": settings.rows,
+        "segments": recorder.segments,
+        "storages": recorder.storages,
+        "operators": recorder.operators,
+        "images": [list(image.stands_for) for image in places.order],
+        "gradients": gradients,
+        "weights": weights,
+        "buffer_bytes": buffers,
+        "batch_bytes": sum(tensor.numel() * tensor.itemsize for tensor in batch.values()),
+    }
+
+
+class _Unset(TorchFunctionMode):
+    """Initialisers do nothing: shapes are all that is wanted (on meta, torch imports its compiler to draw numbers)."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") in ("normal_", "uniform_", "trunc_normal_", "erfinv_", "bernoulli_"):
+            return args[0] if args else (kwargs or {})["tensor"]
+        return function(*args, **(kwargs or {}))
+
+
+def _built(subject: Subject, real: bool) -> nn.Module:
+    with torch.device("meta"), _Unset():
+        model = subject.build()
+    if not real:
+        return model
+    nbytes = sum(weight.numel() * weight.itemsize for weight in model.parameters())
+    if nbytes > REAL_LIMIT:
+        raise TraceError(f"the model cannot run without values, and its {nbytes / 2**30:.1f} GiB are too many to build")
+    return subject.build()
+
+
+def _replace_tensors(model: nn.Module, dtype: torch.dtype, *, real: bool) -> None:
+    """Give every module weights (and buffers) on the CPU: fake ones, or real ones in the dtype. Ties stay tied."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is None:
+                continue
+            if id(weight) not in made:
+                kind = dtype if weight.is_floating_point() else weight.dtype
+                value = weight.detach().to(kind) if real else torch.empty(weight.shape, dtype=kind, device="cpu")
+                made[id(weight)] = nn.Parameter(value, requires_grad=weight.requires_grad)
+            module._parameters[name] = made[id(weight)]  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not real:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+
+
+def _rows(example: Tensor, settings: Settings, dtype: torch.dtype) -> Tensor:
+    """The example with as many rows as are asked for."""
+    shape = (settings.rows, *example.shape[1:])
+    kind = dtype if example.is_floating_point() else example.dtype
+    if not settings.real:
+        return torch.zeros(shape, dtype=kind, device="cpu")
+    if example.is_meta:
+        return torch.ones(shape, dtype=kind)
+    repeats = -(-settings.rows // example.shape[0])
+    return torch.cat([example.detach().cpu()] * repeats)[: settings.rows].to(kind)
+
+
+def _run(
+    subject: Subject, model: nn.Module, batch: dict[str, Tensor], recorder: Recorder, settings: Settings
+) -> None:
+    """Forward and backward under the recorder."""
+    for tensor in (*model.parameters(), *model.buffers(), *batch.values()):
+        recorder.know(tensor)
+    position = randomness.Position(seed=0, step=0, row=0, rows=settings.rows) if settings.streams else None
+    with recorder, randomness.at(position):
+        total, _ = subject.loss(model, batch)
+        recorder.phase, recorder.place = BACKWARD, AFTER
+        total.backward()
+        recorder.phase = "done"
+
+
+def _gradients(
+    model: nn.Module, recorder: Recorder, anatomy: Anatomy, images: list[blocks.Image]
+) -> list[tuple[int, str]]:
+    """The storages of the gradients, each with where its weight belongs: "block", "before" or "after"."""
+    late = set(anatomy.after)
+    found: dict[int, str] = {}
+    for name, weight in model.named_parameters():
+        number = recorder.number(weight.grad) if weight.grad is not None else None
+        if number is not None:
+            inside = any(name.startswith(f"{image.path}.") for image in images)
+            found[number] = "block" if inside else "after" if name in late else "before"
+    return sorted(found.items())
+
+
+class _Places:
+    """Tells the recorder in which block the model computes, forward and backward."""
+
+    def __init__(self, recorder: Recorder, settings: Settings, count: int):
+        self.recorder, self.settings, self.count = recorder, settings, count
+        self.order: list[blocks.Image] = []
+
+    def watch(self, image: blocks.Image, block: nn.Module) -> None:
+        """Take over the block's forward."""
+        block.forward = partial(self._forward, image, block, block.forward)
+
+    def _forward(
+        self, image: blocks.Image, block: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if image not in self.order:
+            self.order.append(image)
+        place = self.order.index(image)
+        for tensor in _tensors((args, kwargs)):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._enter, BACKWARD, place - 1 if place else BEFORE))
+        self._enter(FORWARD, place)
+        compute = partial(self._compute, image, block, inner)
+        if self.settings.recompute == "full":
+            result = checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        else:
+            result = compute(*args, **kwargs)
+        for tensor in _tensors(result):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._enter, BACKWARD, place))
+        if len(self.order) == self.count:
+            self._enter(FORWARD, AFTER)
+        return result
+
+    def _compute(
+        self, image: blocks.Image, block: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """As `placement.block` does: the random streams and selective recomputation inside, so that both repeat."""
+        with ExitStack() as stack:
+            if self.settings.streams:
+                position = randomness.Position(seed=0, step=0, row=0, rows=self.settings.rows)
+                stack.enter_context(randomness.at(position))
+                stack.enter_context(randomness.inside(block, image.path))
+            if self.settings.recompute == "selective":
+                stack.enter_context(recompute_attention())
+            return inner(*args, **kwargs)
+
+    def _enter(self, phase: str, place: int, gradient: Tensor | None = None) -> None:
+        if phase == BACKWARD and place > self.recorder.place:
+            return  # the gradient of something that many blocks read: backward is further on already
+        if phase == FORWARD and self.recorder.phase == BACKWARD:
+            return  # computed again in backward
+        self.recorder.phase, self.recorder.place = phase, place
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for entry in value.values():
+            yield from _tensors(entry)
+    elif isinstance(value, tuple | list):
+        for entry in value:
+            yield from _tensors(entry)

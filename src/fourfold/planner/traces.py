@@ -1,0 +1,109 @@
+"""The traces of one subject, made when they are asked for and kept: a search over many plans needs a handful."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from fourfold import torch_private
+from fourfold.anatomy import Anatomy
+from fourfold.planner.isolate import IsolationError, isolated
+from fourfold.planner.subject import Subject
+from fourfold.planner.tape import MismatchError, Tape, blend
+from fourfold.planner.trace import Settings, TraceError, outline, record
+
+PAIR = (2, 3)
+"""Row counts that are traced: what is affine in the rows follows for any number. (One row is special: dims of one
+collapse.)"""
+
+WAYS = ({"real": False, "short": True}, {"real": False, "short": False}, {"real": True, "short": True})
+"""How a model is run, the cheapest first."""
+
+
+class Traces:
+    """Traces of a subject by row count and setting."""
+
+    def __init__(self, subject: Subject):
+        self.subject = subject
+        self.failures: list[str] = []
+        """Why cheaper ways did not run."""
+        self._outline: dict[str, Any] | None = None
+        self._way = 0
+        self._pairs: dict[Settings, list[dict[str, Any]]] = {}
+        self._tapes: dict[Settings, Tape] = {}
+
+    @property
+    def outline(self) -> dict[str, Any]:
+        """What the model is: "anatomy", and "units" as [name, blocks, [weight, shape, group]] in execution order.
+
+        Raises:
+            TraceError: it runs in no way.
+        """
+        if self._outline is None:
+            _warm()
+            try:
+                self._outline = isolated(lambda: outline(self.subject))
+            except IsolationError as error:
+                raise TraceError(f"{self.subject.name}: cannot find out what the model is: {error}") from error
+        return self._outline
+
+    @property
+    def anatomy(self) -> Anatomy:
+        """Blocks, ties and order of use."""
+        plain = self.outline["anatomy"]
+        names = {entry.name for entry in dataclasses.fields(Anatomy)}
+        frozen = {name: _frozen(value) for name, value in plain.items() if name in names}
+        return Anatomy(**frozen)
+
+    def tape(self, settings: Settings) -> Tape:
+        """The trace at these settings (`real` and `short` are chosen here: the cheapest way that runs).
+
+        Raises:
+            TraceError: the model runs in no way; the message holds the failure of each.
+        """
+        if settings not in self._tapes:
+            self._tapes[settings] = Tape(self._plain(settings))
+        return self._tapes[settings]
+
+    def pair(self, settings: Settings) -> list[dict[str, Any]]:
+        """The raw traces at the two row counts of `PAIR`."""
+        key = dataclasses.replace(settings, rows=0)
+        if key not in self._pairs:
+            self._pairs[key] = self._record(settings, PAIR)
+        return self._pairs[key]
+
+    def _plain(self, settings: Settings) -> dict[str, Any]:
+        if settings.rows == 1:
+            return self._record(settings, (1,))[0]
+        try:
+            return blend(*self.pair(settings), PAIR, settings.rows)
+        except MismatchError:  # operators depend on the rows: trace these very rows
+            return self._record(settings, (settings.rows,))[0]
+
+    def _record(self, settings: Settings, rows: tuple[int, ...]) -> list[dict[str, Any]]:
+        anatomy, inputs = self.anatomy, self.outline["inputs"]
+        while True:
+            way = WAYS[self._way]
+            wanted = [dataclasses.replace(settings, rows=count, **way) for count in rows]
+            try:
+                return isolated(lambda wanted=wanted: [record(self.subject, anatomy, inputs, one) for one in wanted])
+            except IsolationError as error:
+                self.failures.append(f"{'real' if way['real'] else 'fake'} tensors: {error}")
+                self._way += 1
+                if self._way == len(WAYS):
+                    raise TraceError(
+                        f"{self.subject.name}: its step runs in no way; " + "; ".join(self.failures)
+                    ) from error
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(entry) for entry in value) if isinstance(value, list) else value
+
+
+def _warm() -> None:
+    """Import here what every child would otherwise import for itself (torch's symbolic shapes, its compiler)."""
+    torch.compiler.disable(_frozen)(None)
+    with torch_private.fake_tensors():
+        torch.empty(1)
