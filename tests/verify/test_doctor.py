@@ -3,7 +3,9 @@ import json
 import pytest
 
 from fourfold.hardware import Cluster
-from fourfold.verify import Diagnosis, Finding, cluster_file, doctor, environment, link, peaks
+from fourfold.verify import environment, link, peaks
+from fourfold.verify.diagnosis import Diagnosis, Finding
+from fourfold.verify.doctor import cluster_file, doctor
 
 READING = link.LinkReading(latency=1e-4, bandwidth=2e9, seconds=1.0)
 

@@ -43,7 +43,7 @@ def measure(timeout: float = 150.0) -> LinkReading:
         LinkError: a process failed, answered wrongly, or took longer than `timeout` seconds; none is left behind.
     """
     begin = perf_counter()
-    environment = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    environment = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "fourfold.verify.link"],
@@ -70,7 +70,8 @@ def measure(timeout: float = 150.0) -> LinkReading:
     return LinkReading(latency, bandwidth, perf_counter() - begin)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of loopback that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

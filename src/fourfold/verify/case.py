@@ -1,0 +1,209 @@
+"""What is verified: a model, a plan, batches; and how one rank gathers the evidence."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.ledger import Flow, Ledger, Traffic
+from fourfold.placement.precision import Precision
+from fourfold.plan import Plan
+from fourfold.training.batch import Batch
+from fourfold.training.optimizer import OptimizerOptions
+from fourfold.training.run import Run, parallelize
+from fourfold.training.step import Loss
+from fourfold.verify.measure import Distance, between, worst, worst_of_norms
+from fourfold.verify.serial import Serial, SerialStep, Types
+from fourfold.wire import World
+
+Weights = Callable[[str, int, int, torch.dtype], Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison.
+
+    Attributes:
+        model: makes the model that is parallelized, and says where its weights come from (None: from itself).
+        plain: makes the same model with its weights, for the reference.
+        loss: `loss(model, batch) -> (sum, count)`.
+        options: of the optimizer.
+        plan: what is verified.
+        batch: the global batch of a step.
+        seed: of both sides.
+        steps: optimizer steps.
+    """
+
+    model: Callable[[], tuple[nn.Module, Weights | None]]
+    plain: Callable[[], nn.Module]
+    loss: Loss
+    options: OptimizerOptions
+    plan: Plan
+    batch: Callable[[int], Batch]
+    seed: int
+    steps: int
+
+    @property
+    def parts(self) -> int:
+        """Into how many pieces the plan cuts a step's rows."""
+        return self.plan.placement.world * getattr(self.plan.schedule.options, "microbatches", 1)
+
+
+@dataclass(frozen=True)
+class StepEvidence:
+    """One step, parallel beside serial.
+
+    Attributes:
+        loss, serial_loss: mean losses.
+        loss_error, gradient, weight: parallel against serial.
+        rounding: the reference with its rows cut as the plan cuts them, against the reference: what plain PyTorch
+            itself differs by when sums are taken in another order.
+        addends: gradient error relative to the addends of its sum, in the norm.
+    """
+
+    step: int
+    loss: float
+    serial_loss: float
+    loss_error: Distance
+    gradient: Distance
+    weight: Distance
+    rounding: Distance
+    addends: Distance
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A flow of one rank in one step that was not as predicted, or (rank 0, first step) any flow."""
+
+    rank: int
+    step: int
+    flow: Flow
+    predicted: Traffic
+    measured: Traffic
+
+    @property
+    def equal(self) -> bool:
+        """Calls and bytes are as predicted."""
+        return self.predicted == self.measured
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What one rank saw. Only rank 0 holds steps."""
+
+    rank: int
+    steps: tuple[StepEvidence, ...]
+    moved: tuple[Moved, ...]
+    digest: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, plain: dict[str, Any]) -> Evidence:
+        """Read what `to_dict` gave."""
+        steps = tuple(_step_of(one) for one in plain["steps"])
+        moved = tuple(
+            Moved(one["rank"], one["step"], Flow(*one["flow"]), Traffic(**one["predicted"]), Traffic(**one["measured"]))
+            for one in plain["moved"]
+        )
+        return cls(plain["rank"], steps, moved, plain["digest"])
+
+
+def _step_of(plain: dict[str, Any]) -> StepEvidence:
+    fields: dict[str, Any] = {
+        key: Distance(**value) if isinstance(value, dict) else value for key, value in plain.items()
+    }
+    return StepEvidence(**fields)
+
+
+def examine(world: World, case: Case) -> Evidence:
+    """Run the plan's steps on this rank; on rank 0 the reference beside it. All ranks call together."""
+    model, weights = case.model()
+    example = case.batch(0)(range(1))
+    ledger = Ledger(rank=world.rank, step=-1)  # what moves before the first step belongs to no step
+    run = parallelize(
+        model,
+        case.loss,
+        case.options,
+        case.plan,
+        world=world,
+        seed=case.seed,
+        example=example,
+        weights=weights,
+        ledger=ledger,
+    )
+    reference = References(case, run) if world.rank == 0 else None
+    steps: list[StepEvidence] = []
+    for number in range(case.steps):
+        result = run.step(case.batch(number))
+        gradients, masters = run.logical_gradients(), run.logical_state()
+        if reference is not None:
+            steps.append(reference.compare(number, result.loss, gradients, masters))
+    digest = 0
+    for name, value in sorted(run.logical_state().items()):
+        data = value.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+        digest = zlib.crc32(data, zlib.crc32(name.encode(), digest))
+    return Evidence(world.rank, tuple(steps), tuple(_moved(run, case.steps)), digest)
+
+
+class References:
+    """The reference, and beside it the same with its rows cut as the plan cuts them."""
+
+    def __init__(self, case: Case, run: Run) -> None:
+        precision = Precision.of(case.plan.placement.precision, run.world.device)
+        types = Types(precision.master, precision.message, precision.compute)
+        self.case, self.blocks = case, run.placed.anatomy.blocks
+        self.whole, self.cut = (
+            Serial(case.plain(), case.loss, case.options, seed=case.seed, types=types, blocks=self.blocks)
+            for _ in range(2)
+        )
+
+    def compare(
+        self, number: int, loss: float, gradients: dict[str, Tensor], masters: dict[str, Tensor]
+    ) -> StepEvidence:
+        """Take the step on both references, and hold the parallel numbers against the first."""
+        asked = self.case.batch(number)
+        batch = asked(range(asked.rows))
+        whole, cut = self.whole.step(number, batch), self.cut.step(number, batch, self.case.parts)
+        return StepEvidence(
+            number,
+            loss,
+            whole.loss,
+            between(loss, whole.loss),
+            worst(_on_cpu(gradients), whole.gradients, self.blocks),
+            worst(_on_cpu(masters), self.whole.weights(), self.blocks),
+            self._rounding(whole, cut),
+            worst_of_norms(_on_cpu(gradients), whole.gradients, cut.magnitudes, self.blocks),
+        )
+
+    def _rounding(self, whole: SerialStep, cut: SerialStep) -> Distance:
+        found = (
+            between(cut.loss, whole.loss),
+            worst(cut.gradients, whole.gradients, self.blocks),
+            worst(self.cut.weights(), self.whole.weights(), self.blocks),
+        )
+        return max(found, key=lambda distance: distance.error)
+
+
+def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+
+def _moved(run: Run, steps: int) -> list[Moved]:
+    predicted = run.forecast().traffic()
+    rows = []
+    for step in range(steps):
+        measured = run.ledger.traffic(step)
+        for flow in sorted(predicted.keys() | measured.keys()):
+            row = Moved(run.world.rank, step, flow, predicted.get(flow, Traffic()), measured.get(flow, Traffic()))
+            if not row.equal or (run.world.rank == 0 and step == 0):
+                rows.append(row)
+    return rows
