@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import prod
 from types import FunctionType
 from typing import Any, NamedTuple, cast
@@ -131,6 +133,23 @@ def overlaps(
 def storage_key(tensor: Tensor) -> int:
     """A number that tensors share exactly while they share their storage, on meta too."""
     return tensor.untyped_storage()._cdata
+
+
+_initialisers = threading.RLock()
+
+
+@contextmanager
+def truncated_normal_is(function: Callable[..., Tensor]) -> Iterator[None]:
+    """`torch.nn.init.trunc_normal_`, by whatever name it was imported, draws by `function` for the time of the context.
+
+    One thread at a time; another one that initialises a truncated normal meanwhile draws by it, too.
+    """
+    with _initialisers:
+        before, torch.nn.init._no_grad_trunc_normal_ = torch.nn.init._no_grad_trunc_normal_, function
+        try:
+            yield
+        finally:
+            torch.nn.init._no_grad_trunc_normal_ = before
 
 
 def fake_mode() -> Any:

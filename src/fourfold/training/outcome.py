@@ -1,0 +1,59 @@
+"""What a training run came to, for a person and for a program."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fourfold.training.failure import Failure
+
+
+@dataclass(frozen=True)
+class TrainOutcome:
+    """The end of a run.
+
+    Attributes:
+        folder: of the run.
+        plan: that was run, in words.
+        steps: optimizer steps done; None where the run failed.
+        stopped: a signal asked for it, before the last step.
+        validation: mean loss on the held-out text.
+        sample: text that the model wrote.
+        failures: the cause of every failed group; restarts went on after all but the last of a failed run.
+        failed: the run did not end well.
+    """
+
+    folder: Path
+    plan: str
+    steps: int | None = None
+    stopped: bool = False
+    validation: float | None = None
+    sample: str | None = None
+    failures: tuple[Failure, ...] = field(default_factory=tuple)
+    failed: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """The run reached its end, or stopped cleanly because somebody asked."""
+        return not self.failed
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self) | {"folder": str(self.folder), "failures": [asdict(one) for one in self.failures]}
+
+    def text(self) -> str:
+        """A few lines."""
+        lines = []
+        if self.failed:
+            reason = str(self.failures[-1]) if self.failures else "the group of workers ended without a reason"
+            lines += [f"failed: {reason}", f"what was saved lies in {self.folder}; go on with run.resume=true"]
+        elif self.stopped:
+            again = f"run.resume=true run.name={self.folder.name}"
+            lines += [f"stopped after {self.steps} steps and saved; go on with {again}"]
+        else:
+            lines += [f"trained {self.steps} steps ({self.plan})"]
+            lines += [f"validation loss {self.validation:.4f}"] if self.validation is not None else []
+        earlier = self.failures[:-1] if self.failed else self.failures
+        lines += [f"started again after: {one}" for one in earlier]
+        return "\n".join([*lines, f"run folder {self.folder}"])

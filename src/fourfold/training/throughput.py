@@ -1,0 +1,83 @@
+"""How fast, against how fast it could be: FLOPs of a step over the matrix-product peak measured on this machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from fourfold.placement.precision import Precision
+from fourfold.training.step import Loss
+
+SIZES = {"cpu": 1024, "cuda": 8192}
+"""Sides of the square product whose rate counts as the peak."""
+TRIES = 8
+"""The best of so many products is the peak: on a busy machine the others measure the neighbours."""
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """What a rate is compared with.
+
+    Attributes:
+        flops: of forward and backward of one step's global batch, without recomputation (an algorithm's choice to
+            compute twice is no use of the machine).
+        peak: FLOP/s of one rank's matrix products, in the compute type and threads of the run.
+        ranks: how many ranks share the step.
+    """
+
+    flops: float
+    peak: float
+    ranks: int
+
+    def utilisation(self, seconds: float) -> float:
+        """Model FLOPs utilisation (Chowdhery et al. 2022, PaLM, appendix B) of a step that took `seconds`."""
+        return self.flops / (seconds * self.peak * self.ranks)
+
+
+def flops_of(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor]) -> int:
+    """FLOPs of forward and backward on `batch`, counted on the meta device: products and convolutions, 2 a
+    multiply-add. Attention counts the whole square, causal or not.
+
+    Args:
+        model: on the meta device; its gradients are dropped again.
+        loss: as everywhere.
+        batch: one row is enough, the count is linear in rows.
+    """
+    inputs = {name: torch.empty_like(tensor, device="meta") for name, tensor in batch.items()}
+    with FlopCounterMode(display=False) as counter:
+        total, _ = loss(model, inputs)
+        total.backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    return counter.get_total_flops()
+
+
+def gemm_peak(precision: str, device: torch.device) -> float:
+    """FLOP/s of a large square product in the type that a plan's `precision` computes in, with torch's threads."""
+    dtype = Precision.of(precision, device).compute
+    size = SIZES.get(device.type, 1024)
+    left, right = (torch.rand(size, size, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
+    out = torch.empty_like(left)
+    return 2 * size**3 / min(_seconds(left, right, out) for _ in range(TRIES))
+
+
+def memory(device: torch.device) -> int:
+    """Bytes in use: the process's resident set on a CPU, the allocator's peak on a GPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import psutil
+
+    return psutil.Process().memory_info().rss
+
+
+def _seconds(left: Tensor, right: Tensor, out: Tensor) -> float:
+    began = time.perf_counter()
+    torch.mm(left, right, out=out)
+    if out.device.type == "cuda":
+        torch.cuda.synchronize(out.device)
+    return time.perf_counter() - began

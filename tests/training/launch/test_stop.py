@@ -1,0 +1,40 @@
+"""A wish to stop."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from fourfold.training.stop import Stop
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_a_wish(number):
+    before = signal.getsignal(number)
+    with Stop() as stop:
+        assert not stop()
+        os.kill(os.getpid(), number)
+        assert stop()
+        assert stop.asked == number
+    assert signal.getsignal(number) is before
+
+
+def test_the_second_signal_is_not_caught():
+    with Stop() as stop, pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop()
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_in_another_thread_it_only_holds_the_wish():
+    seen = []
+
+    def body() -> None:
+        with Stop() as stop:
+            seen.append(stop())
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert seen == [False]

@@ -1,0 +1,81 @@
+"""The journal: one line a record, cut back on resume, followed by another process."""
+
+import json
+
+from fourfold.training.journal import Follower, Journal, read, truncate
+
+
+def written(path, steps):
+    journal = Journal(path)
+    for step in steps:
+        journal.write("step", step, loss=1 / step)
+    journal.close()
+
+
+def test_a_record_is_one_line_of_json_and_reaches_the_file_at_once(tmp_path):
+    journal = Journal(tmp_path / "run" / "journal.jsonl")
+    journal.write("start", 0, ranks=2)
+    journal.write("step", 1, loss=2.5)
+    lines = (tmp_path / "run" / "journal.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"kind": "start", "step": 0, "ranks": 2},
+        {"kind": "step", "step": 1, "loss": 2.5},
+    ]
+
+
+def test_resuming_cuts_back_to_the_step_and_goes_on(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    written(path, range(1, 8))
+    Journal(path).write("end", 7)
+    truncate(path, 4)
+    written(path, range(5, 7))
+    assert [record["step"] for record in read(path)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_torn_last_line_is_left_out(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    written(path, range(1, 3))
+    with path.open("a") as file:
+        file.write('{"kind": "step", "st')
+    assert [record["step"] for record in read(path)] == [1, 2]
+    truncate(path, 9)
+    assert path.read_text().count("\n") == 2
+    assert read(tmp_path / "none.jsonl") == []
+
+
+def test_a_follower_sees_each_record_once(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    follower = Follower(path)
+    assert follower.poll() == []
+    written(path, [1, 2])
+    assert [record["step"] for record in follower.poll()] == [1, 2]
+    assert follower.poll() == []
+    with path.open("a") as file:
+        file.write('{"kind": "step", "step": 3')
+        file.flush()
+        assert follower.poll() == []
+        file.write("}\n")
+    assert [record["step"] for record in follower.poll()] == [3]
+
+
+def test_a_follower_survives_a_truncation_and_repeats_nothing(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    written(path, range(1, 6))
+    follower = Follower(path, old=True)
+    assert len(follower.poll()) == 5
+    truncate(path, 3)
+    assert follower.poll() == []
+    Journal(path).write("resume", 3, path=None)
+    written(path, [4])
+    assert [(record["kind"], record["step"]) for record in follower.poll()] == [("resume", 3), ("step", 4)]
+    written(path, [5])
+    assert [record["step"] for record in follower.poll()] == [5]
+
+
+def test_a_follower_of_a_resumed_run_starts_at_its_end(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    written(path, range(1, 6))
+    follower = Follower(path)
+    assert follower.poll() == []
+    written(path, [6])
+    assert [record["step"] for record in follower.poll()] == [6]

@@ -1,0 +1,61 @@
+"""What a person sees."""
+
+import io
+
+from rich.console import Console
+
+from fourfold.training.progress import Bar, Plain, TimeLeft, measures, screen, words
+
+STEP = {"kind": "step", "loss": 2.34567, "tokens_per_second": 12345.6, "mfu": 0.5123, "memory": 300 * 2**20}
+
+
+def test_the_measures_of_a_step_on_one_line():
+    assert measures(STEP) == "loss 2.3457  12,346 tokens/s  MFU 51%  300 MB"
+    assert measures({"loss": 1.0, "mfu": None}) == "loss 1.0000"
+
+
+def test_plain_lines_are_few_and_hold_the_first_and_the_last():
+    lines = []
+    plain = Plain(100, lines.append)
+    for step in range(1, 101):
+        plain.show(STEP | {"step": step})
+    assert len(lines) == 21
+    assert lines[0].startswith("step 1/100  loss")
+    assert lines[-1].startswith("step 100/100  loss")
+    assert " left" in lines[5]
+    assert " left" not in lines[-1]
+
+
+def test_other_records_are_told_in_words():
+    assert words({"kind": "evaluation", "step": 5, "loss": 1.25, "count": 2048}) == (
+        "step 5  validation loss 1.2500  (2,048 tokens)"
+    )
+    assert words({"kind": "checkpoint", "step": 5, "path": "runs/a"}) == "step 5  saved runs/a"
+    assert words({"kind": "resume", "step": 5, "path": "runs/a"}) == "resumed at step 5 from runs/a"
+    assert words({"kind": "resume", "step": 0, "path": None}) == "started again at step 0"
+    assert words({"kind": "sample", "step": 5, "text": "def f"}) == "sample:\ndef f"
+    assert words({"kind": "start", "step": 0}) == ""
+
+
+def test_time_left_is_the_pace_so_far():
+    now = [100.0]
+    left = TimeLeft(50, clock=lambda: now[0])
+    assert left.after(10) is None
+    now[0] = 120.0
+    assert left.after(20) == 60.0
+    assert left.after(5) is None  # resumed further back: the pace begins anew
+
+
+def test_a_terminal_gets_a_bar_and_a_pipe_gets_lines():
+    terminal = Console(file=io.StringIO(), force_terminal=True)
+    bar = screen(10, terminal)
+    assert isinstance(bar, Bar)
+    bar.show(STEP | {"step": 3})
+    bar.show({"kind": "evaluation", "step": 3, "loss": 1.0, "count": 1})
+    bar.close()
+    assert "3/10" in terminal.file.getvalue()
+    assert "validation loss 1.0000" in terminal.file.getvalue()
+    pipe = Console(file=io.StringIO(), width=40)
+    plain = screen(10, pipe)
+    plain.show({"kind": "sample", "step": 3, "text": "[not] markup " * 9})
+    assert "[not] markup " * 9 in pipe.file.getvalue()

@@ -1,0 +1,27 @@
+"""FLOPs by the published formula, and utilisation by its definition."""
+
+import torch
+
+from fourfold.models import gpt
+from fourfold.training.losses import cross_entropy
+from fourfold.training.throughput import Throughput, flops_of, gemm_peak
+
+
+def test_flops_of_a_gpt_are_the_formula():
+    layers, width, time, vocabulary = 3, 32, 16, 50
+    with torch.device("meta"):
+        model = gpt.GPT(gpt.Config(vocabulary=vocabulary, context=time, layers=layers, width=width, heads=4))
+    batch = {"tokens": torch.zeros(2, time + 1, dtype=torch.int64)}
+    # Forward: 24 w^2 a token and block, attention 4 T w a token and block, head 2 w V a token; backward twice that.
+    forward = 2 * time * (layers * (24 * width**2 + 4 * time * width) + 2 * width * vocabulary)
+    assert flops_of(model, cross_entropy, batch) == 3 * forward
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_utilisation_is_work_over_what_all_ranks_could_do():
+    assert Throughput(flops=8e9, peak=1e9, ranks=4).utilisation(4.0) == 0.5
+
+
+def test_the_peak_is_measured_in_the_type_that_computes():
+    assert gemm_peak("fp32", torch.device("cpu")) > 1e8
+    assert gemm_peak("fp64", torch.device("cpu")) > 1e8
