@@ -49,10 +49,11 @@ def test_setting_up_the_copy_does_nothing(copy: Path) -> None:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A home of its own, and this interpreter's commands first on the path."""
-    home = tmp_path_factory.mktemp("home")
+    """A home and a temporary folder of its own, and this interpreter's commands first on the path."""
+    home, temporary = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("tmp")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    return {**os.environ, "HOME": str(home), "PATH": path, "XDG_CACHE_HOME": str(home / ".cache")}
+    own = {"HOME": str(home), "XDG_CACHE_HOME": str(home / ".cache"), "TMPDIR": str(temporary), "PATH": path}
+    return {**os.environ, **own}
 
 
 @pytest.mark.documents
