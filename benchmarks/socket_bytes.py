@@ -170,7 +170,8 @@ def main() -> int:
         print(json.dumps([row._asdict() | {"ratio": row.ratio} for row in found]))
     else:
         for row in found:
-            print(f"{row.ranks} ranks  {row.op:22s} counted {row.metered:>11,}  crossed {row.socket:>11,}  {row.ratio:.4f}")
+            bytes_of_both = f"counted {row.metered:>11,}  crossed {row.socket:>11,}"
+            print(f"{row.ranks} ranks  {row.op:22s} {bytes_of_both}  {row.ratio:.4f}")
     return int(any(abs(row.ratio - 1) > TOLERANCE for row in found))
 
 

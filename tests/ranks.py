@@ -49,9 +49,12 @@ class Processes:
         self._store: Any = None
         self._runs = 0
 
-    def __call__(self, size: int, body: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    def __call__(
+        self, size: int, body: Callable[..., Any], *args: Any, timeout: float = 60.0, patience: float | None = None
+    ) -> list[Any]:
         """Run `body(world, *args)` on `size` gloo ranks, one thread each; results in rank order.
 
+        `timeout` is for the whole run, `patience` (the same, if None) for each collective.
         `body` is a function at the top of its module; arguments and results are tensors and plain values.
 
         Raises:
@@ -75,7 +78,7 @@ class Processes:
                 "TORCHELASTIC_RESTART_COUNT": str(self._runs),
             }
             with contextlib.suppress(ConnectionError):  # a worker that died is named below
-                worker.pipe.send((inspect.getfile(body), body.__qualname__, environment, timeout, args))
+                worker.pipe.send((inspect.getfile(body), body.__qualname__, environment, patience or timeout, args))
         return self._results(size, body.__qualname__, timeout)
 
     def close(self) -> None:

@@ -230,6 +230,7 @@ class Axis:
     # ---- inside
 
     def _issue(self, op: str, kind: str, nbytes: int, steps: Steps) -> Work:
+        _known(kind)
         self.calls += 1
         self.ledger.send(self.name, kind, op, nbytes)
         assert self._channel is not None
@@ -250,7 +251,6 @@ class Axis:
         signature = f"{op} of {kind} on {self.name}, {size} × {str(tensor.dtype).removeprefix('torch.')}{more}"
         mark = self._signatures.get(signature)
         if mark is None:
-            _known(kind)
             mark = self._signatures[signature] = zlib.crc32(signature.encode())
         self._digest = (self._digest * 1_000_003 + mark + 1) & ((1 << DIGEST_BITS) - 1)
         return signature

@@ -69,7 +69,7 @@ def join(backend: str = "auto", timeout: float = 300.0, watch: Path | str | None
 def _connect(backend: str, timeout: float) -> World:
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return alone()
-    rank, size = _whole("RANK"), _whole("WORLD_SIZE")
+    rank, size = whole("RANK"), whole("WORLD_SIZE")
     if not 0 <= rank < size:
         raise UsageError(f"environment: RANK = {rank} is not one of WORLD_SIZE = {size} ranks (0 … {size - 1})")
     if size == 1:
@@ -86,7 +86,12 @@ def alone() -> World:
     return World(0, 1, "alone", torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def _whole(name: str) -> int:
+def whole(name: str) -> int:
+    """A whole number from the environment.
+
+    Raises:
+        UsageError: it is missing, or something else.
+    """
     value = os.environ.get(name)
     if value is None or not value.isdecimal():
         raise UsageError(

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from fourfold.wire.backends.channel import Channel
 from fourfold.wire.backends.gloo import GlooChannel
 from fourfold.wire.backends.nccl import NcclChannel
-from fourfold.wire.world import World
+from fourfold.wire.errors import WireError
+from fourfold.wire.world import World, whole
 
 
 def join(backend: str, rank: int, size: int, timeout: float) -> World:
@@ -23,8 +24,8 @@ def join(backend: str, rank: int, size: int, timeout: float) -> World:
     The store is prefixed by run and restart: torchrun's agent keeps its store across restarts, and without the prefix
     the new workers of a gloo world read the dead ones' addresses and never come back (measured at four ranks).
     """
-    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ["MASTER_PORT"])
-    if backend == "gloo" and _loopback(address):
+    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), whole("MASTER_PORT")
+    if backend == "gloo" and is_loopback(address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if os.path.exists("/sys/class/net/lo") else "lo0")
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     limit = timedelta(seconds=timeout)
@@ -51,13 +52,20 @@ class GroupFabric:
 
     def channel(self, name: str, members: Sequence[int], ordered: bool) -> Channel:
         """A channel among `members`, on a group of its own."""
-        group = dist.new_group(
-            list(members),
-            timeout=self.timeout,
-            backend=self.backend,
-            use_local_synchronization=True,
-            group_desc=name,
-        )
+        try:
+            group = dist.new_group(
+                list(members),
+                timeout=self.timeout,
+                backend=self.backend,
+                use_local_synchronization=True,
+                group_desc=name,
+            )
+        except RuntimeError as error:
+            ranks = ", ".join(map(str, members))
+            raise WireError(
+                f"rank {self.rank}: axis {name} (ranks {ranks}) could not be connected within "
+                f"{self.timeout.total_seconds():g} s: {error}; make the same meshes in the same order on every rank"
+            ) from error
         assert isinstance(group, dist.ProcessGroup)  # this rank is a member
         index = list(members).index(self.rank)
         if self.backend == "nccl":
@@ -74,7 +82,8 @@ def _store(address: str, port: int, size: int, *, is_master: bool, timeout: time
     return dist.TCPStore(address, port, size, is_master, timeout, False)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Ranks at this address are all on this machine, so nothing else needs to reach them."""
     if address == "localhost":
         return True
     try:
