@@ -130,8 +130,15 @@ def plain(tape: Tape, workspace: Sequence[int], *, states: int, itemsize: int) -
     account.hold(OPTIMIZER, states * trained * itemsize)
     account.hold(OTHER, tape.buffer_bytes + tape.batch_bytes)
     for segment in tape.segments:
+        account.doing = doing(tape, segment)
         _play(account, tape, segment, workspace, {})
     return account
+
+
+def doing(tape: Tape, segment: Segment) -> str:
+    """A segment in words."""
+    named = tape.blocks[segment.place] if 0 <= segment.place < len(tape.blocks) else None
+    return f"{segment.phase} of {named or ('what lies before the blocks' if segment.place < 0 else 'the head')}"
 
 
 def _numel(shape: Sequence[int]) -> int:
@@ -141,9 +148,7 @@ def _numel(shape: Sequence[int]) -> int:
     return product
 
 
-def _play(
-    account: Account, tape: Tape, segment: Segment, workspace: Sequence[int], gradients: dict[int, int]
-) -> None:
+def _play(account: Account, tape: Tape, segment: Segment, workspace: Sequence[int], gradients: dict[int, int]) -> None:
     """Let a segment's storages come and go. `gradients` collects, by place, the bytes of finished gradients."""
     for event in segment.events:
         if event.kind == "op":
@@ -198,7 +203,7 @@ class Simulation:
         for number in outer:
             self._ready(number)
         for segment in self.job.tape.segments:
-            self.account.doing = f"{segment.phase} of {self._name(segment.place)}"
+            self.account.doing = doing(self.job.tape, segment)
             self._enter(segment)
             _play(self.account, self.job.tape, segment, self.job.workspace, self.gradients)
             self._leave(segment, last)
@@ -207,10 +212,6 @@ class Simulation:
         self._settle()
         for number in list(self.live):
             self._free(number)
-
-    def _name(self, place: int) -> str:
-        blocks = self.job.tape.blocks
-        return blocks[place] if 0 <= place < len(blocks) else ("what lies before the blocks" if place < 0 else "the head")
 
     # ---- around a segment
 

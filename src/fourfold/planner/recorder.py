@@ -105,9 +105,7 @@ class Recorder(torch_private.dispatch_mode()):
         if number is not None:
             self.storages[number][4] = "mask"
 
-    def _operator(
-        self, function: Any, args: Any, kwargs: Any, result: Any, outputs: list[Tensor], born: int
-    ) -> int:
+    def _operator(self, function: Any, args: Any, kwargs: Any, result: Any, outputs: list[Tensor], born: int) -> int:
         inputs = list(_tensors((args, kwargs)))
         moved = sum(tensor.numel() * tensor.itemsize for tensor in (*inputs, *outputs))
         record = {

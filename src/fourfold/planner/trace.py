@@ -55,11 +55,11 @@ class Settings:
     short: bool = True
 
 
-def outline(subject: Subject) -> dict[str, Any]:
+def outline(subject: Subject, *, bucket: int = 0, itemsize: int = 1) -> dict[str, Any]:
     """What the subject's model is, from one forward without values, as plain JSON."""
     model = _built(subject, real=False)
     anatomy = survey(model, subject.loss, subject.batch)
-    units = members(model, anatomy, lambda name, weight: "weights", bucket=0, itemsize=1)
+    units = members(model, anatomy, lambda name, weight: "weights", bucket=bucket, itemsize=itemsize)
     return {
         "anatomy": dataclasses.asdict(anatomy),
         "units": [[unit.name, list(unit.blocks), [list(weight) for weight in unit.weights]] for unit in units],
@@ -84,7 +84,9 @@ def _inputs(subject: Subject, model: nn.Module, paths: Sequence[str]) -> dict[st
     try:
         with torch_private.fake_tensors(), torch.no_grad():
             _replace_tensors(model, torch.float32, real=False)
-            subject.loss(model, {name: _rows(tensor, settings, torch.float32) for name, tensor in subject.batch.items()})
+            subject.loss(
+                model, {name: _rows(tensor, settings, torch.float32) for name, tensor in subject.batch.items()}
+            )
     except Exception:  # any operator may refuse fake tensors, each in its own way
         return {}
     return found
@@ -172,9 +174,7 @@ def _rows(example: Tensor, settings: Settings, dtype: torch.dtype) -> Tensor:
     return torch.cat([example.detach().cpu()] * repeats)[: settings.rows].to(kind)
 
 
-def _run(
-    subject: Subject, model: nn.Module, batch: dict[str, Tensor], recorder: Recorder, settings: Settings
-) -> None:
+def _run(subject: Subject, model: nn.Module, batch: dict[str, Tensor], recorder: Recorder, settings: Settings) -> None:
     """Forward and backward under the recorder."""
     for tensor in (*model.parameters(), *model.buffers(), *batch.values()):
         recorder.know(tensor)

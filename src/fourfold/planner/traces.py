@@ -9,6 +9,7 @@ import torch
 
 from fourfold import torch_private
 from fourfold.anatomy import Anatomy
+from fourfold.planner import workspace
 from fourfold.planner.isolate import IsolationError, isolated
 from fourfold.planner.subject import Subject
 from fourfold.planner.tape import MismatchError, Tape, blend
@@ -31,6 +32,8 @@ class Traces:
         """Why cheaper ways did not run."""
         self._outline: dict[str, Any] | None = None
         self._way = 0
+        self._merged: dict[tuple[int, int], list[Any]] = {}
+        self._workspace: dict[Settings, list[int]] = {}
         self._pairs: dict[Settings, list[dict[str, Any]]] = {}
         self._tapes: dict[Settings, Tape] = {}
 
@@ -57,6 +60,15 @@ class Traces:
         frozen = {name: _frozen(value) for name, value in plain.items() if name in names}
         return Anatomy(**frozen)
 
+    def units(self, bucket: int, itemsize: int) -> list[Any]:
+        """The placement's units, as in `outline`, with neighbours merged up to `bucket` bytes."""
+        if not bucket:
+            return self.outline["units"]
+        key = (bucket, itemsize)
+        if key not in self._merged:
+            self._merged[key] = isolated(lambda: outline(self.subject, bucket=bucket, itemsize=itemsize)["units"])
+        return self._merged[key]
+
     def tape(self, settings: Settings) -> Tape:
         """The trace at these settings (`real` and `short` are chosen here: the cheapest way that runs).
 
@@ -66,6 +78,15 @@ class Traces:
         if settings not in self._tapes:
             self._tapes[settings] = Tape(self._plain(settings))
         return self._tapes[settings]
+
+    def workspace(self, settings: Settings) -> list[int]:
+        """What each operator of the tape holds inside itself, measured on this machine's CPU."""
+        if settings not in self._workspace:
+            operators = self.tape(settings).operators
+            small = [plain["operators"] for plain in self._pairs.get(dataclasses.replace(settings, rows=0), ())]
+            small = small if all(len(row) == len(operators) for row in small) else []
+            self._workspace[settings] = workspace.sizes(operators, small)
+        return self._workspace[settings]
 
     def pair(self, settings: Settings) -> list[dict[str, Any]]:
         """The raw traces at the two row counts of `PAIR`."""

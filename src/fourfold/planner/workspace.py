@@ -45,12 +45,16 @@ def sizes(operators: Sequence[dict[str, Any]], small: Sequence[Sequence[dict[str
     return found
 
 
-def _size(number: int, operator: dict[str, Any], small: Sequence[Sequence[dict[str, Any]]], known: dict[str, int]) -> int:
+def _size(
+    number: int, operator: dict[str, Any], small: Sequence[Sequence[dict[str, Any]]], known: dict[str, int]
+) -> int:
     if operator["name"].startswith(PRODUCTS) and _wide(operator):
         return 0
     if operator["flops"] <= BUDGET_FLOPS and operator["bytes"] <= BUDGET_BYTES:
         return _measured(operator, known)
-    first, second = ((_measured(row[number], known), row[number]["bytes"]) for row in small) if small else ((0, 1), (0, 2))
+    first, second = (
+        ((_measured(row[number], known), row[number]["bytes"]) for row in small) if small else ((0, 1), (0, 2))
+    )
     if second[1] == first[1]:
         return first[0]
     slope = (second[0] - first[0]) / (second[1] - first[1])
@@ -103,7 +107,11 @@ def rebuild(described: Any) -> Any:
 def _tensor(shape: list[int], stride: list[int], dtype: torch.dtype) -> Tensor:
     """Ones where that is a number to compute with, zeros where it may be an index."""
     span = 1 + sum((extent - 1) * step for extent, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
-    flat = torch.ones(span, dtype=dtype) if dtype.is_floating_point or dtype == torch.bool else torch.zeros(span, dtype=dtype)
+    flat = (
+        torch.ones(span, dtype=dtype)
+        if dtype.is_floating_point or dtype == torch.bool
+        else torch.zeros(span, dtype=dtype)
+    )
     return flat.as_strided(shape, stride)
 
 
@@ -116,7 +124,9 @@ _KNOWN: dict[str, dict[str, int]] = {}
 def cache_file() -> Path:
     """Where results rest: one file for each torch version, processor and thread count."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    about = f"{torch.__version__}-{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}-{torch.get_num_threads()}"
+    about = (
+        f"{torch.__version__}-{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}-{torch.get_num_threads()}"
+    )
     return root / "fourfold" / f"workspace-{about.replace(' ', '_')}.json"
 
 

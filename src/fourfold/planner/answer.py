@@ -1,0 +1,34 @@
+"""What the rooms above ask of the planner."""
+
+from __future__ import annotations
+
+from fourfold.hardware import Cluster
+from fourfold.plan import Plan
+from fourfold.planner.explain import Outlook
+from fourfold.planner.forecast import forecast
+from fourfold.planner.search import search
+from fourfold.planner.subject import Subject
+from fourfold.planner.traces import Traces
+
+
+def plan(subject: Subject, cluster: Cluster, given: Plan | None = None, *, world: int | None = None) -> Outlook:
+    """Forecast one plan, or all plans for `world` ranks (the whole cluster unless said), ranked.
+
+    Raises:
+        TraceError, ForecastError: the model, or the plan, cannot be forecast at all.
+    """
+    traces = Traces(subject)
+    found = [forecast(traces, cluster, given)] if given is not None else search(traces, cluster, world=world)
+    return Outlook(subject, cluster, tuple(found), _notes(traces, cluster))
+
+
+def _notes(traces: Traces, cluster: Cluster) -> tuple[str, ...]:
+    notes = []
+    if cluster.device.recalled:
+        named = ", ".join(cluster.device.recalled)
+        notes.append(f"{cluster.device.name}: not checked against a source: {named}")
+    if traces.failures:
+        notes.append("the model was traced the long way: " + "; ".join(traces.failures))
+    if not cluster.is_cpu:
+        notes.append("kernel workspace is not measured for this device: an allowance stands in the category 'other'")
+    return tuple(notes)

@@ -1,0 +1,40 @@
+"""The bytes of a plan on every axis, by the formulas that live beside the code that moves them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from fourfold.ledger import Ledger
+from fourfold.placement import traffic
+from fourfold.plan import Events, Plan
+from fourfold.planner.memory import Parcel
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A rank's place on an axis: all that a formula asks of one."""
+
+    name: str
+    size: int
+    index: int
+
+
+def count(ledger: Ledger, plan: Plan, parcels: Sequence[Parcel], microbatches: int) -> None:
+    """Add what one rank (the first) hands to the network in a step: weights and gradients over z, gradients over data.
+
+    The few numbers that ranks tell each other at the end of a step (control traffic) are not in it.
+    """
+    last = max((place for parcel in parcels for place in parcel.places), default=None)
+    shipments = [
+        traffic.Shipment(parcel.layout, last=last in parcel.places, outer=not parcel.places) for parcel in parcels
+    ]
+    placement = plan.placement
+    about: dict[str, Any] = {"shard": placement.shard, "microbatches": microbatches, "itemsize": parcels[0].message}
+    traffic.weights(shipments, placement.z, ledger=ledger, **about)
+    traffic.gradients(shipments, placement.z, ledger=ledger, **about)
+    codec = plan.wire.gradient.module.Codec(plan.wire.gradient.options) if plan.wire.gradient else None
+    seat = cast("Any", Seat("data", placement.data, 0))
+    rule = plan.sync.module.Rule(plan.sync.options, seat, Events(), codec)
+    rule.forecast(ledger, [parcel.layout.trained for parcel in parcels if parcel.layout.trained], parcels[0].master)

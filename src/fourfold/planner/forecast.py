@@ -1,0 +1,133 @@
+"""What a plan would cost on a machine, and whether it fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fourfold.hardware import Cluster
+from fourfold.ledger import Ledger
+from fourfold.ledger.ledger import MEMORY
+from fourfold.placement.rows import share
+from fourfold.plan import Plan
+from fourfold.planner import bytes as traffic
+from fourfold.planner import clock, memory
+from fourfold.planner.parcels import parcels, precision
+from fourfold.planner.subject import OPTIMIZER_STATES, Subject
+from fourfold.planner.trace import Settings
+from fourfold.planner.traces import Traces
+
+GIB = 1024**3
+
+
+class ForecastError(ValueError):
+    """A plan that this machine or this batch cannot take, whatever it costs."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One plan's forecast.
+
+    Attributes:
+        plan: which.
+        ledger: bytes a flow, memory by category at the peak (the categories add up to it), and the notes "flops"
+            (of this rank, a step), "step seconds", "tokens" (of all ranks, a step) and "memory peak".
+        timing: the step's likely seconds, split.
+        low, high: seconds of the step under the best and the worst assumptions.
+        when: what the step is doing when memory is highest.
+        budget: bytes that a device has for all this.
+        bound: why the plan cannot be run; empty if it can.
+    """
+
+    plan: Plan
+    ledger: Ledger
+    timing: clock.Timing
+    low: float
+    high: float
+    when: str
+    budget: int
+    bound: str
+
+    @property
+    def fits(self) -> bool:
+        """Nothing binds."""
+        return not self.bound
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the highest moment."""
+        return sum(self.ledger.memory.values())
+
+
+def forecast(subject: Subject | Traces, cluster: Cluster, plan: Plan) -> Forecast:
+    """Forecast one plan for the rank with the most rows.
+
+    Args:
+        subject: what is trained; hand in `Traces` to share the traces between many plans.
+
+    Raises:
+        TraceError: the model cannot be run at all.
+        ForecastError: more ranks than devices.
+    """
+    traces = subject if isinstance(subject, Traces) else Traces(subject)
+    if plan.world > cluster.world:
+        raise ForecastError(f"the plan ({plan}) needs {plan.world} devices, and the machine has {cluster.world}")
+    placement = plan.placement
+    microbatches = getattr(plan.schedule.options, "microbatches", 1)
+    rows = len(share(traces.subject.rows, microbatches, plan.world, 0, 0))
+    types = precision(placement, cluster)
+    settings = Settings(max(1, rows), str(types.compute).removeprefix("torch."), placement.recompute)
+    tape = traces.tape(settings)
+    places = {path: place for place, path in enumerate(tape.blocks)}
+    units = parcels(traces.units(placement.bucket, types.message.itemsize), places, placement, types)
+    states = OPTIMIZER_STATES[traces.subject.optimizer]
+    account = memory.Simulation(
+        memory.Job(
+            tape=tape,
+            workspace=traces.workspace(settings) if cluster.is_cpu else [0] * len(tape.operators),
+            parcels=units,
+            states=states,
+            microbatches=microbatches,
+            overlap=placement.overlap,
+            receive=1 if cluster.is_cpu else 0,
+            extra=tape.buffer_bytes + tape.batch_bytes,
+        )
+    ).run()
+    account.peak[memory.OTHER] += cluster.device.reserved
+    ledger = Ledger(memory={category: account.peak[category] for category in MEMORY})
+    traffic.count(ledger, plan, units, microbatches)
+    likely, low, high = (
+        clock.Clock(
+            tape,
+            units,
+            placement,
+            cluster,
+            dtype={"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}[settings.dtype],
+            microbatches=microbatches,
+            states=states,
+            assume=assume,
+        ).run()
+        for assume in (clock.LIKELY, clock.BEST, clock.WORST)
+    )
+    ledger.notes = {
+        "flops": float(clock.flops(tape) * microbatches),
+        "step seconds": likely.total,
+        "tokens": float(traces.subject.rows * traces.subject.tokens_per_row),
+        "memory peak": float(sum(ledger.memory.values())),
+    }
+    bound = _bound(ledger, cluster, plan, traces.subject, microbatches)
+    return Forecast(plan, ledger, likely, low.total, high.total, account.when, cluster.device.memory, bound)
+
+
+def _bound(ledger: Ledger, cluster: Cluster, plan: Plan, subject: Subject, microbatches: int) -> str:
+    """The constraint that rules the plan out, in words; empty if none does."""
+    if subject.rows < plan.world * microbatches:
+        pieces = f"{plan.world} ranks" + (f" x {microbatches} micro-batches" if microbatches > 1 else "")
+        return f"rows: {pieces}, and the batch has {subject.rows}: some ranks would compute nothing"
+    need, have = sum(ledger.memory.values()), cluster.device.memory
+    if need > have:
+        largest = max(ledger.memory, key=lambda category: ledger.memory[category])
+        return (
+            f"memory: {need / GIB:.2f} GiB of {have / GIB:.2f}; "
+            f"most of it is {largest}, {ledger.memory[largest] / GIB:.2f} GiB"
+        )
+    return ""

@@ -1,0 +1,42 @@
+"""A plan's units on a device: what is gathered, sent and kept, with the element types that the device computes in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fourfold.hardware import Cluster
+from fourfold.placement.layout import Layout
+from fourfold.placement.precision import Precision
+from fourfold.plan import Placement
+from fourfold.planner.memory import Parcel
+
+
+def precision(placement: Placement, cluster: Cluster) -> Precision:
+    """The element types of a placement on the cluster's devices."""
+    if cluster.is_cpu or placement.precision != "bf16":
+        return Precision.of(placement.precision, torch.device("cpu"))
+    return Precision(torch.float32, torch.bfloat16, torch.bfloat16)
+
+
+def parcels(units: list[Any], places: dict[str, int], placement: Placement, types: Precision) -> tuple[Parcel, ...]:
+    """The units of `traces.Traces.units`, cut over z.
+
+    Args:
+        units: as [name, blocks, [weight, shape, group]].
+        places: number of each block in execution order.
+    """
+    sharded = placement.shard == "parameters" and placement.z > 1
+    return tuple(
+        Parcel(
+            layout=Layout.of([(name, shape, group) for name, shape, group in weights], placement.z),
+            places=tuple(places[path] for path in blocks if path in places),
+            master=types.master.itemsize,
+            message=types.message.itemsize,
+            compute=types.compute.itemsize,
+            resident=not sharded,
+            hold=placement.shard == "optimizer",
+        )
+        for _, blocks, weights in units
+    )
