@@ -65,11 +65,17 @@ def _begin(config: Config, choice: Choice) -> RunFolder:
     say = Console(highlight=False).print
     for line in choice.why:
         say(line, markup=False, soft_wrap=True)
-    prepare(config.data, rows=config.train.batch, seed=config.seed, tokenizer_file=subject.tokenizer_file(config))
+    data = prepare(
+        config.data, rows=config.train.batch, seed=config.seed, tokenizer_file=subject.tokenizer_file(config)
+    )
     place = folder.create(config)
     run = config.run.model_copy(update={"name": place.path.name})
     place.write_config(config.model_copy(update={"plan": choice.plan.to_dict(), "run": run}))
     folder.write_json(place.origin, folder.describe_origin(choice.why))
+    if choice.forecast is not None:
+        folder.write_json(place.ledger / "forecast.json", choice.forecast.to_dict())
+    if data.tokenizer is not None:
+        folder.write_text(place.path / "tokenizer.json", data.tokenizer.to_str())
     shutil.rmtree(place.path / "ranks", ignore_errors=True)
     checkpoint.prepare(place.checkpoints)
     return place

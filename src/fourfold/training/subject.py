@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fourfold.anatomy import initialiser
+from fourfold.anatomy import deferred, initialiser
 from fourfold.config import Config
 from fourfold.config.schema import Corpus, Gpt, HfCausalLm, Sgd
 from fourfold.models import gpt
+from fourfold.placement.arena import Fill
 from fourfold.planner.subject import Subject
 from fourfold.training.losses import cross_entropy
 from fourfold.training.optimizer import OptimizerOptions
@@ -47,44 +47,37 @@ def builder(config: Config) -> Callable[[], nn.Module]:
             tied=model.tie_embeddings,
         )
         return partial(gpt.GPT, shape)
-    settings = hf_settings(config.model)
-    vocabulary = settings.vocab_size
-    own = tokenizer_file(config) is not None
-    if isinstance(config.data, Corpus) and not own and vocabulary < config.data.vocabulary:
+    from fourfold.training import loader  # transformers takes seconds to import
+
+    settings = loader.settings_of(_hf_source(config.model))
+    if isinstance(config.data, Corpus) and tokenizer_file(config) is None:
+        _vocabulary_fits(settings.vocab_size, config.data.vocabulary)
+    return loader.builder(settings, config.model.attention)
+
+
+def deferred_model(config: Config) -> tuple[nn.Module, Fill]:
+    """The model without values, and where they come from: a folder's files, or recorded initialisers at the seed."""
+    if isinstance(config.model, HfCausalLm):
+        from fourfold.training import loader
+
+        builder(config)  # its checks
+        loaded = loader.hf_causal_lm(_hf_source(config.model), attention=config.model.attention)
+        if loaded.weights is not None:
+            return loaded.model, loaded.weights.slice
+        return loaded.model, Drawn(loaded.model, config.seed)
+    model = deferred(builder(config))
+    return model, Drawn(model, config.seed)
+
+
+def _hf_source(model: HfCausalLm) -> str | dict[str, Any]:
+    return model.path if model.path is not None else dict(model.config or {})
+
+
+def _vocabulary_fits(model: int, data: int) -> None:
+    if model < data:
         raise SubjectError(
-            f"data.vocabulary: expected at most the model's {vocabulary} tokens, found {config.data.vocabulary}; "
-            f"set data.vocabulary={vocabulary}"
+            f"data.vocabulary: expected at most the model's {model} tokens, found {data}; set data.vocabulary={model}"
         )
-    return partial(build_hf, settings, config.model.attention)
-
-
-def hf_settings(model: HfCausalLm) -> Any:
-    """The transformers configuration of a model, from its folder or from the mapping.
-
-    Raises:
-        SubjectError: no such folder, no such architecture, settings that it refuses.
-    """
-    from transformers import AutoConfig
-
-    if model.path is None:
-        settings, where = dict(model.config or {}), "model.config"
-    else:
-        where = f"{model.path}/config.json"
-        try:
-            settings = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise SubjectError(f"model.path: cannot read {where}: {error}; is it a folder of transformers?") from error
-    try:
-        return AutoConfig.for_model(**settings)
-    except Exception as error:  # transformers raises many types for a configuration that it does not like
-        raise SubjectError(f"{where}: transformers refuses it: {error}") from error
-
-
-def build_hf(settings: Any, attention: str) -> nn.Module:
-    """A causal language model of transformers with random weights, in float32."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_config(settings, attn_implementation=attention, dtype=torch.float32)
 
 
 def tokenizer_file(config: Config) -> Path | None:
@@ -134,8 +127,8 @@ def subject(config: Config) -> Subject:
 
 
 @dataclass(frozen=True)
-class Weights:
-    """Where the values of a deferred model come from: its recorded initialisers, at this seed."""
+class Drawn:
+    """The values of a deferred model, drawn by its recorded initialisers at this seed."""
 
     model: nn.Module
     seed: int

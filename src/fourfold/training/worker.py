@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fourfold.anatomy import deferred
 from fourfold.config import Config
+from fourfold.placement.arena import Fill
 from fourfold.plan import Plan
 from fourfold.training import subject, tensorboard, trainer
 from fourfold.training.data import Prepared, prepare
-from fourfold.training.folder import RunFolder, write_json
+from fourfold.training.folder import RunFolder
 from fourfold.training.process import as_rank, leave
 from fourfold.training.progress import Screen
 from fourfold.training.run import Run, parallelize
@@ -57,17 +57,15 @@ class Rank:
         data = prepare(
             config.data, rows=config.train.batch, seed=config.seed, tokenizer_file=subject.tokenizer_file(config)
         )
-        model = deferred(subject.builder(config))
+        model, weights = subject.deferred_model(config)
         first = world.rank == 0
         throughput, note = _throughput(config, plan, model, world) if first else (None, None)
         subject.fill_buffers(model, config.seed)
-        self.run = run = _place(config, plan, model, world)
+        self.run = run = _place(config, plan, model, weights, world)
         path = trainer.resume(run, self.folder)
         recorder = self._recorder(config, run, data, path) if first else Recorder()
         for text in [note] if note else []:
             recorder.write("note", run.number, text=text)
-        if first:
-            write_json(self.folder.ledger / "forecast.json", run.forecast().to_dict())
         try:
             return Trainer(
                 run,
@@ -99,7 +97,7 @@ class Rank:
         return recorder
 
 
-def _place(config: Config, plan: Plan, model: nn.Module, world: World) -> Run:
+def _place(config: Config, plan: Plan, model: nn.Module, weights: Fill, world: World) -> Run:
     return parallelize(
         model,
         subject.LOSSES[config.loss.name],
@@ -108,7 +106,7 @@ def _place(config: Config, plan: Plan, model: nn.Module, world: World) -> Run:
         world=world,
         seed=config.seed,
         example=subject.example(config),
-        weights=subject.Weights(model, config.seed),
+        weights=weights,
     )
 
 

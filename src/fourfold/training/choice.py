@@ -1,0 +1,100 @@
+"""Which plan is run: the configuration's own, or the planner's choice with its reasons."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from fourfold.config import Config
+from fourfold.hardware import Cluster
+from fourfold.ledger import Ledger
+from fourfold.plan import Plan
+from fourfold.planner import Forecast, ForecastError, TraceError, here
+from fourfold.planner import plan as forecasts
+from fourfold.training.subject import subject
+
+AUTO_WORKERS = 2
+"""Most worker processes that `plan: auto` starts on CPUs, unless launch.workers says otherwise."""
+
+
+class ChoiceError(ValueError):
+    """A plan that does not go with the launch: says which settings, and what to try."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan, in a few lines why, and what it was forecast to cost (None: nobody could forecast it)."""
+
+    plan: Plan
+    why: tuple[str, ...]
+    forecast: Ledger | None = None
+
+
+def choose(config: Config, workers: int | None = None) -> Choice:
+    """The plan of a run.
+
+    Args:
+        config: `plan` and `launch.workers` decide.
+        workers: how many there are already (torchrun started them); None: as many as are wanted.
+
+    Raises:
+        ChoiceError: the plan needs another number of workers than there are, or no plan fits.
+        PlanError: the plan itself cannot be.
+    """
+    wanted = workers or config.launch.workers
+    if isinstance(config.plan, dict):
+        plan = Plan.of(config.plan)
+        if wanted is not None and plan.world != wanted:
+            raise ChoiceError(
+                f"launch.workers: the plan ({plan}) needs {plan.world}, found {wanted}; "
+                f"set launch.workers={plan.world}, or change plan.placement.data and z"
+            )
+        return _given(config, plan)
+    return _planned(config, wanted or default_workers())
+
+
+def default_workers() -> int:
+    """One worker a GPU; without GPUs one a physical core, at most AUTO_WORKERS."""
+    if torch.cuda.is_available():
+        return torch.cuda.device_count()
+    return min(AUTO_WORKERS, psutil.cpu_count(logical=False) or 1)
+
+
+def _given(config: Config, plan: Plan) -> Choice:
+    """A plan that was asked for, with its forecast; one that does not fit is run all the same, and that is said."""
+    try:
+        forecast = forecasts(subject(config), _cluster(config, plan.world), plan).forecasts[0]
+    except (TraceError, ForecastError) as error:
+        return Choice(plan, (f"plan: {plan} (given)", f"no forecast: {error}"))
+    bound = (f"forecast: this plan does not fit: {forecast.bound}",) if forecast.bound else ()
+    return Choice(plan, (f"plan: {plan} (given)", _figures(forecast), *bound), forecast.ledger)
+
+
+def _planned(config: Config, workers: int) -> Choice:
+    """Ask the planner for the fastest plan that fits."""
+    outlook = forecasts(subject(config), _cluster(config, workers), world=workers)
+    fitting = [one for one in outlook.forecasts if one.fits]
+    if not fitting:
+        nearest = outlook.forecasts[0]
+        raise ChoiceError(
+            f"plan: auto: no plan for {workers} workers fits here; the nearest, {nearest.plan}, is bound by "
+            f"{nearest.bound}; take a smaller model or train.batch, or more launch.workers"
+        )
+    best = fitting[0]
+    reason = f"the fastest of {len(fitting)} plans that fit {workers} workers, of {len(outlook.forecasts)} looked at"
+    return Choice(best.plan, (f"plan: {best.plan} (chosen: {reason})", _figures(best)), best.ledger)
+
+
+def _cluster(config: Config, workers: int) -> Cluster:
+    return here(workers) if config.hardware == "here" else Cluster.parse(config.hardware)
+
+
+def _figures(forecast: Forecast) -> str:
+    rate = forecast.ledger.notes["tokens"] / forecast.timing.total
+    return (
+        f"forecast: {forecast.timing.total:.3g} s a step ({forecast.low:.3g} to {forecast.high:.3g}), "
+        f"{rate:,.0f} tokens/s, {forecast.peak / 2**20:,.0f} MB a worker, "
+        f"{forecast.ledger.sent() / 2**20:,.1f} MB sent a step and worker"
+    )
