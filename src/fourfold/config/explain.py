@@ -78,23 +78,17 @@ def explain(key: str, loaded: Loaded | None = None) -> Explanation:
     assert field is not None
     inner = {word: _first_line(entry) for section in sections for word, entry in section.model_fields.items()}
     docs = inspect.cleandoc(field.description or "")
-    return Explanation(
-        key, words(field), default(field), docs, field.is_required(), inner or None, *_here(path, loaded)
-    )
+    return Explanation(key, words(field), default(field), docs, field.is_required(), inner or None, *here(key, loaded))
 
 
 def here(key: str, loaded: Loaded | None) -> tuple[Any, str | None]:
     """A setting's value in a loaded config and where it was written; (None, None) without one."""
-    return _here(tuple(key.split(".")), loaded)
-
-
-def _here(path: tuple[str, ...], loaded: Loaded | None) -> tuple[Any, str | None]:
     if loaded is None:
         return None, None
     value: Any = loaded.config.to_dict()
-    for name in path:
+    for name in key.split("."):
         value = value.get(name) if isinstance(value, dict) else None
-    return value, loaded.origins.written(path) or "default"
+    return value, loaded.origin(key)
 
 
 def _first_line(field: FieldInfo) -> str:

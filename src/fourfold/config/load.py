@@ -21,10 +21,20 @@ Check = Callable[[Mapping[str, Any]], Iterable[tuple[str, str]]]
 
 @dataclass(frozen=True)
 class Loaded:
-    """A config and where each of its settings was written."""
+    """A config, where each of its settings was written, and the settings that were written at all."""
 
     config: Config
     origins: Origins
+    settings: Mapping[str, Any]
+
+    def origin(self, key: str) -> str:
+        """Where a dotted key was written; `default` where it was not."""
+        found: Any = self.settings
+        for name in key.split("."):
+            if not isinstance(found, Mapping) or name not in found:
+                return "default"
+            found = found[name]
+        return self.origins.describe(key)
 
 
 def load(path: str | None = None, overrides: Iterable[str] = (), checks: Iterable[Check] = ()) -> Loaded:
@@ -53,7 +63,7 @@ def load(path: str | None = None, overrides: Iterable[str] = (), checks: Iterabl
         problems += [Problem(origins.describe(key), key, text) for key, text in check(settings)]
     if problems or config is None:
         raise ConfigError(sorted(_first_of_each(problems), key=_line))
-    return Loaded(config, origins)
+    return Loaded(config, origins, settings)
 
 
 def _laid_over(written: Mapping[Path, str], places: Mapping[Path, str]) -> dict[Path, str]:

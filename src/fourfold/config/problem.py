@@ -64,12 +64,6 @@ class Origins:
                 return self.places[path[:length]]
         return self.source
 
-    def written(self, path: Path) -> str | None:
-        """The origin of a setting, of what holds it, or of the first that it holds; None where none was written."""
-        if any(path[:length] in self.places for length in range(1, len(path) + 1)):
-            return self.of(path)
-        return next((place for inner, place in self.places.items() if inner[: len(path)] == path), None)
-
     def describe(self, key: str) -> str:
         """The origin of a dotted key: `run.yaml:12`, or `command line`."""
         return self.of(tuple(key.split(".")))

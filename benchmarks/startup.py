@@ -1,0 +1,50 @@
+"""CPU time of `fourfold --help` against an empty interpreter's. It holds when the ratio of the medians is at most 20.
+
+    python benchmarks/startup.py
+
+User and system time of each child process are taken from the operating system; runs alternate, so that a machine that
+gets slower meanwhile slows both.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+
+PAIRS = 15
+LIMIT = 20.0
+EMPTY = (sys.executable, "-c", "pass")
+HELP = (sys.executable, "-m", "fourfold", "--help")
+
+
+def cpu_seconds(command: tuple[str, ...]) -> float:
+    """User and system seconds of one run, its output thrown away.
+
+    Raises:
+        CalledProcessError: the command failed.
+    """
+    before = os.times()
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+    after = os.times()
+    return after.children_user - before.children_user + after.children_system - before.children_system
+
+
+def main() -> int:
+    """Print both medians and their ratio; 0 if it is within the limit."""
+    for command in (EMPTY, HELP):  # the first run reads from disk
+        cpu_seconds(command)
+    empty, shown = [], []
+    for pair in range(PAIRS):
+        for command, times in ((EMPTY, empty), (HELP, shown))[:: 1 if pair % 2 else -1]:
+            times.append(cpu_seconds(command))
+    ratio = statistics.median(shown) / statistics.median(empty)
+    milliseconds = [1000 * statistics.median(times) for times in (empty, shown)]
+    print(f"empty interpreter {milliseconds[0]:.0f} ms, --help {milliseconds[1]:.0f} ms of CPU ({PAIRS} pairs)")
+    print(f"ratio {ratio:.1f}, at most {LIMIT:.0f}: {'holds' if ratio <= LIMIT else 'does not hold'}")
+    return 0 if ratio <= LIMIT else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

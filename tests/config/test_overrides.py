@@ -1,0 +1,68 @@
+"""Overrides: TOML values, bare words as a file would hold them, laid over the file's settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fourfold.config.overrides import merge, parse
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("3", 3),
+        ("-1", -1),
+        ("1e-4", 1e-4),
+        ("true", True),
+        ("null", None),
+        ("", None),
+        (".5", 0.5),
+        ("runs/a-b", "runs/a-b"),
+        ("no", "no"),
+        ("8x rtx4090", "8x rtx4090"),
+        ('"3"', "3"),
+        ("'null'", "null"),
+        ("[0.9, 0.95]", [0.9, 0.95]),
+        ("{data = 2}", {"data": 2}),
+        ("a=b", "a=b"),
+    ],
+)
+def test_values(written: str, value: Any) -> None:
+    overrides, problems = parse([f"a.b={written}"])
+    assert problems == []
+    assert overrides[0].path == ("a", "b")
+    assert (type(overrides[0].value), overrides[0].value) == (type(value), value)
+
+
+def test_they_are_laid_over_and_the_file_stays_as_it_was() -> None:
+    settings = {"train": {"steps": 3, "batch": 4}, "plan": "auto"}
+    overrides, _ = parse(["train.steps=5", "plan.placement.data=2", "run.name=a"])
+    merged, places = merge(settings, overrides)
+    assert merged == {
+        "train": {"steps": 5, "batch": 4},
+        "plan": {"placement": {"data": 2}},
+        "run": {"name": "a"},
+    }
+    assert settings == {"train": {"steps": 3, "batch": 4}, "plan": "auto"}
+    assert set(places) == {
+        ("train", "steps"),
+        ("plan",),
+        ("plan", "placement"),
+        ("plan", "placement", "data"),
+        ("run",),
+        ("run", "name"),
+    }
+
+
+def test_a_mapping_replaces_the_mapping() -> None:
+    overrides, _ = parse(["plan={placement = {data = 2}}", "plan.schedule=accumulate"])
+    merged, _ = merge({"plan": {"placement": {"z": 2}, "sync": "bsp"}}, overrides)
+    assert merged == {"plan": {"placement": {"data": 2}, "schedule": "accumulate"}}
+
+
+def test_each_that_is_malformed_is_one_problem() -> None:
+    overrides, problems = parse(["a", "=1", "a.=1", "b=[1", "c=1", "c=2"])
+    assert [override.path for override in overrides] == [("c",)]
+    assert [problem.key for problem in problems] == ["", "", "", "b", "c"]
