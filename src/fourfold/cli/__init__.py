@@ -12,7 +12,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: done, and what was checked holds. 1: it does not hold, or the run failed. 2: bad input, said in plain words.
     3: a defect of fourfold; the traceback is in a file that is named. 130: stopped by Ctrl-C.
     """
-    from fourfold.cli import failure
     from fourfold.cli.commands import app
 
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -22,5 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
     except BaseException as error:
+        from fourfold.cli import failure
+
         return failure.report(error, as_json="--json" in arguments)
     return code if isinstance(code, int) else 0
