@@ -51,3 +51,23 @@ def test_overlaps_of_a_column_cut_with_a_row_cut():
 
 def test_overlaps_of_a_scalar():
     assert torch_private.overlaps("s", [((), ())], [((), ())]) == [(0, 0, (), (), ())]
+
+
+def test_storage_key_is_equal_for_views_alone():
+    a = torch.empty(4, device="meta")
+    assert torch_private.storage_key(a) == torch_private.storage_key(a[1:].view(3, 1).detach())
+    assert torch_private.storage_key(a) != torch_private.storage_key(torch.empty(4, device="meta"))
+
+
+def test_truncated_normal_is_replaced_for_a_while():
+    with torch_private.truncated_normal_is(lambda tensor, *_, **__: tensor.fill_(7)):
+        assert torch.nn.init.trunc_normal_(torch.empty(2)).tolist() == [7, 7]
+    assert (torch.nn.init.trunc_normal_(torch.empty(64)).abs() <= 2).all()
+
+
+def test_fake_tensors_have_shape_stride_and_device_but_no_data():
+    mode = torch_private.fake_mode()
+    fake = torch_private.fake_cpu(mode, torch.empty(3, 4, device="meta").T)
+    assert (fake.shape, fake.stride(), fake.device.type) == ((4, 3), (1, 4), "cpu")
+    with mode:
+        assert (fake + torch.ones(3)).shape == (4, 3)

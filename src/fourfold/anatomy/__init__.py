@@ -1,6 +1,21 @@
 """What a plain model is: its blocks in order, ties, roles of linears, and initialisers."""
 
+from fourfold.anatomy.initialisers import Initialiser, Recording, deferred, initialiser, materialize, recorded
+from fourfold.anatomy.replay import InitialiserError
 from fourfold.anatomy.survey import Anatomy, AnatomyError, survey
 from fourfold.anatomy.ties import own_names, ties
 
-__all__ = ["Anatomy", "AnatomyError", "own_names", "survey", "ties"]
+__all__ = [
+    "Anatomy",
+    "AnatomyError",
+    "Initialiser",
+    "InitialiserError",
+    "Recording",
+    "deferred",
+    "initialiser",
+    "materialize",
+    "own_names",
+    "recorded",
+    "survey",
+    "ties",
+]

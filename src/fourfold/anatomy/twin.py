@@ -39,28 +39,36 @@ def twins(model: nn.Module, batch: Mapping[str, Tensor], real: Callable[[nn.Modu
     def on_meta(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device="meta")
 
-    yield Twin("meta", twin(model, on_meta, on_meta), {k: on_meta(v) for k, v in batch.items()}, nullcontext())
+    yield Twin("meta", twin(model, on_meta, on_meta).train(), {k: on_meta(v) for k, v in batch.items()}, nullcontext())
 
     fakes = torch_private.fake_mode()
 
     def fake(tensor: Tensor) -> Tensor:
         return torch_private.fake_cpu(fakes, tensor)
 
-    yield Twin("fake", twin(model, fake, fake), {k: fake(v) for k, v in batch.items()}, fakes)
+    yield Twin("fake", twin(model, fake, fake).train(), {k: fake(v) for k, v in batch.items()}, fakes)
 
     source = real(model) if any(p.is_meta for p in model.parameters()) else model
     # Weights are only read, hence shared; buffers (running statistics) are written, hence copied.
-    yield Twin("real", twin(source, lambda t: t, Tensor.clone), dict(batch), nullcontext())
+    yield Twin("real", twin(source, lambda t: t, Tensor.clone).train(), dict(batch), nullcontext())
 
 
 def twin(model: nn.Module, weight: Callable[[Tensor], Tensor], buffer: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A deep copy, in training mode, whose tensors are `weight(parameter)` and `buffer(buffer)`; ties stay ties."""
+    """A deep copy whose tensors are `weight(parameter)` and `buffer(buffer or loose tensor)`; ties stay ties."""
     memo: dict[int, object] = {}
-    for parameter in model.parameters():
-        made = weight(parameter.detach())
-        memo[id(parameter)] = nn.Parameter(made, requires_grad=parameter.requires_grad)
-    for tensor in model.buffers():
-        memo[id(tensor)] = buffer(tensor.detach())
-    with warnings.catch_warnings():
+    with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return copy.deepcopy(model, memo).train()
+        for parameter in model.parameters():
+            memo[id(parameter)] = nn.Parameter(weight(parameter).detach(), requires_grad=parameter.requires_grad)
+        for tensor in (*model.buffers(), *(loose for _, loose in loose_tensors(model))):
+            if id(tensor) not in memo:
+                memo[id(tensor)] = buffer(tensor)
+        return copy.deepcopy(model, memo)
+
+
+def loose_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that modules hold as plain attributes, neither parameters nor buffers, by path."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                yield (f"{path}.{name}" if path else name), value
