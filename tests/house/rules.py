@@ -144,7 +144,7 @@ def one_noun(source: Source) -> Iterator[str]:
 # -- honesty
 
 
-_PATHS = re.compile(r"(?:^|(?<=[^\w.\-]))/(?:work|farm|root|tmp|home|opt)/\w", re.MULTILINE)
+_PATHS = re.compile(r"(?:^|(?<=[^\w.\-]))/(?:work|farm|root|tmp|opt)/\w", re.MULTILINE)
 
 
 def machine_paths(source: Source) -> Iterator[str]:
