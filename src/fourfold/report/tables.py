@@ -1,0 +1,114 @@
+"""The tables of a report, as numbers: step time split, bytes matrix, memory, forecast beside measurement."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from fourfold.ledger import Difference, Flow, Ledger, Traffic
+from fourfold.ledger.ledger import MEMORY
+
+
+@dataclass(frozen=True)
+class Split:
+    """Where the time of a rank's recorded steps went, in seconds a step.
+
+    Attributes:
+        rank: whose.
+        steps: how many were recorded.
+        seconds: of one step, mean.
+        parts: "compute", "exposed z" (an axis), "data", "idle"; they add up to `seconds`.
+    """
+
+    rank: int
+    steps: int
+    seconds: float
+    parts: dict[str, float]
+
+
+def split(ledger: Ledger) -> Split | None:
+    """The split of a rank's recorded steps; None if none was recorded.
+
+    Exposed communication is the time in which the rank was blocked in a collective. Idle is the time of a step in which
+    the schedule ran nothing, where it recorded what it ran; compute is the rest.
+    """
+    steps = [span for span in ledger.spans if span.lane == "step"]
+    if not steps:
+        return None
+    total = sum(span.end - span.start for span in steps)
+    parts: defaultdict[str, float] = defaultdict(float)
+    for span in ledger.spans:
+        if span.lane.startswith("wire:") and any(step.start <= span.end <= step.end for step in steps):
+            parts[f"exposed {span.lane.removeprefix('wire:')}"] += span.args.get("exposed", 0)
+    parts["data"] = sum(span.end - span.start for span in ledger.spans if span.lane == "data")
+    ran = sum(span.end - span.start for span in ledger.spans if span.lane == "compute")
+    parts["idle"] = max(0, total - ran) if ran else 0
+    parts["compute"] = total - sum(parts.values())
+    names = ["compute", *sorted(name for name in parts if name.startswith("exposed")), "data", "idle"]
+    scaled = {name: parts[name] / len(steps) / 1e9 for name in names}
+    return Split(ledger.rank, len(steps), total / len(steps) / 1e9, scaled)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One flow of the bytes matrix, in one step of rank 0, and over all ranks.
+
+    Attributes:
+        predicted: None without a forecast.
+        total: bytes of all ranks together.
+    """
+
+    flow: Flow
+    calls: int
+    predicted: int | None
+    measured: int
+    total: int
+
+    @property
+    def equal(self) -> bool | None:
+        """Measured is predicted, exactly; None without a forecast."""
+        return None if self.predicted is None else self.predicted == self.measured
+
+
+def matrix(ledgers: Mapping[int, Ledger], forecast: Ledger | None) -> list[Row]:
+    """The bytes matrix of the last step."""
+    if not ledgers:
+        return []
+    first = ledgers[min(ledgers)]
+    mine = first.traffic(last_step(first))
+    predicted = forecast.traffic() if forecast else {}
+    everyone = [ledger.traffic(last_step(ledger)) for ledger in ledgers.values()]
+    rows = []
+    for flow in sorted(mine.keys() | predicted.keys()):
+        found = mine.get(flow, Traffic())
+        total = sum(flows.get(flow, Traffic()).bytes for flows in everyone)
+        told = predicted.get(flow, Traffic()).bytes if forecast else None
+        rows.append(Row(flow, found.calls, told, found.bytes, total))
+    return rows
+
+
+def memory(ledgers: Mapping[int, Ledger], forecast: Ledger | None) -> dict[str, list[int | None]]:
+    """Peak bytes by category: one number a rank, in rank order, then the forecast (None: not recorded)."""
+    known = {category for ledger in (*ledgers.values(), forecast) if ledger for category in ledger.memory}
+    order = [*(category for category in MEMORY if category in known), *sorted(known - set(MEMORY))]
+    columns = [*(ledgers[rank] for rank in sorted(ledgers)), forecast]
+    return {category: [ledger.memory.get(category) if ledger else None for ledger in columns] for category in order}
+
+
+def comparison(ledgers: Mapping[int, Ledger], forecast: Ledger | None) -> list[Difference]:
+    """Forecast minus measurement of rank 0; memory and scalars only where both sides have them."""
+    if forecast is None or not ledgers:
+        return []
+    measured = ledgers[min(ledgers)]
+    both = forecast.memory.keys() & measured.memory.keys()
+    mine = replace(forecast, memory={category: forecast.memory[category] for category in both})
+    theirs = replace(
+        measured, step=last_step(measured), memory={category: measured.memory[category] for category in both}
+    )
+    return mine - theirs
+
+
+def last_step(ledger: Ledger) -> int:
+    """The last optimizer step that was counted; what belongs to no step is counted under -1."""
+    return max((step for step in ledger.steps if step >= 0), default=-1)
