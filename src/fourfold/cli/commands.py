@@ -115,9 +115,9 @@ def plan(config: str, /, *overrides: Overrides, json: Json = False) -> int:
 
     loaded = load(config, overrides)
     with printing(json), blaming(loaded):
-        from fourfold.planner import plan as forecast
+        from fourfold.cli.outlook import outlook
 
-        result = forecast(loaded)
+        result = outlook(loaded.config)
     return show(result, json)
 
 
