@@ -151,7 +151,7 @@ def test_compiled_without_a_graph_break_the_numbers_are_the_same_and_bytes_count
     try:
         on(2, body)
     finally:
-        torch._dynamo.reset()
+        torch.compiler.reset()
 
 
 @pytest.mark.parametrize("name", ["sum_identity", "sum_sum", "gather_cut", "cut_gather"])

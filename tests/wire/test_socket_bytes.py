@@ -17,7 +17,7 @@ def unshare_works() -> bool:
 
 def test_socket_counters_and_the_ledger_agree_within_one_per_cent() -> None:
     command = [sys.executable, str(BENCHMARK), "--json", "--megabytes", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     if done.returncode == 2:
         assert "no network namespace can be made here" in done.stderr
         assert not unshare_works(), "refused, though a namespace can be made"

@@ -108,12 +108,11 @@ def receive(channel: Channel, tensor: Tensor, source: int, tag: int, codec: Code
 
 def sum_in_order(out: Tensor, parts: Tensor) -> Tensor:
     """out = parts[0] + parts[1] + …, from the left, in out's dtype; returns out. `parts`: (ranks, n)."""
-    if len(parts) > 1 and parts.dtype == out.dtype:
-        torch.add(parts[0], parts[1], out=out)
-        rest = parts[2:]
+    first, *rest = parts.unbind()
+    if rest and parts.dtype == out.dtype:
+        torch.add(first, rest.pop(0), out=out)
     else:
-        out.copy_(parts[0])
-        rest = parts[1:]
+        out.copy_(first)
     for part in rest:
         out.add_(part)
     return out

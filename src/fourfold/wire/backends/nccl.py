@@ -3,6 +3,7 @@
 NCCL runs the calls of a group in the order in which they were issued, so the rounds of one collective may not be left
 to whoever polls first: they are all enqueued when it is issued, on a stream beside the caller's, and `wait` makes the
 caller's stream wait for that one. The host never blocks. Sums are NCCL's own unless rank order was asked for.
+NCCL knows no tags: messages of one pair arrive in the order sent, whatever their tags.
 """
 
 from __future__ import annotations
