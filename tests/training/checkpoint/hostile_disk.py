@@ -6,6 +6,7 @@ A full and a read-only file system are real ones, mounted in a mount namespace o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from fourfold.training.checkpoint import Box, CheckpointError, latest, prepare, save
+from fourfold.training.checkpoint import Box, CheckpointError, DiskFull, coordination, latest, prepare, save
 
 NOBODY = 65534
 
@@ -84,6 +85,17 @@ def small_disk(mount: Path) -> None:
         put(folder, 3, 10)
 
     report("full, told at the next save", folder, late)
+
+    def other() -> None:
+        large, small = Box("w", (300_001,), (0,), torch.ones(300_000)), Box("w", (300_001,), (300_000,), torch.ones(1))
+        first = save(folder, 2, [large], {}, rank=0, writers=[0, 1])
+        try:
+            save(folder, 2, [small], {}, rank=1, writers=[0, 1], asynchronous=False)
+        finally:
+            with contextlib.suppress(DiskFull):
+                first.wait()
+
+    report("told to the other writer", folder, other)
     fillers = []
     try:
         while True:
@@ -102,6 +114,7 @@ def small_disk(mount: Path) -> None:
 
 def main() -> None:
     root = Path(sys.argv[1])
+    coordination._GRACE = 0.1
     in_child(lambda: file_limit(root / "limit"))
     in_child(lambda: other_user(root / "user" / "checkpoints"))
     if sys.argv[2] == "mounts":

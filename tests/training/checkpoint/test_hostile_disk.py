@@ -43,6 +43,13 @@ def test_no_room_says_how_much_is_needed_and_free(reports):
         assert report["latest"] == "step-00000001"
 
 
+def test_the_other_writers_are_told_why(reports):
+    told = [report["error"] for case, report in reports.items() if case.startswith("told")]
+    assert len(told) == ("room again, disk" in reports)
+    for kind, text in told:
+        assert kind == "WriterLost" and text.startswith("rank 0 could not save: no room for the checkpoint in")
+
+
 def test_a_folder_that_cannot_be_written_is_said_to_be_so_before_training(reports):
     found = [report for case, report in reports.items() if case.startswith(("read-only", "other user"))]
     assert len(found) in (2, 4)

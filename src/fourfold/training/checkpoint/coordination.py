@@ -20,7 +20,6 @@ from pathlib import Path
 from fourfold.training.checkpoint import durable, layout, manifest, part
 from fourfold.training.checkpoint.box import Box
 from fourfold.training.checkpoint.errors import CheckpointError, WriterLost, in_words
-from fourfold.training.checkpoint.folder import prepare
 from fourfold.training.checkpoint.retention import clear_leftovers, prune
 from fourfold.training.checkpoint.state import fingerprints
 
@@ -81,8 +80,8 @@ class Job:
 
 def _coordinate(job: Job) -> None:
     """The first writer: open the save, write its own part, gather the others', publish."""
+    job.folder.mkdir(parents=True, exist_ok=True)
     clear_leftovers(job.folder)
-    prepare(job.folder, part.needed_bytes(job.boxes))
     name = uuid.uuid4().hex
     job.aside.mkdir()
     durable.write(job.aside / layout.BEGIN, json.dumps({"save": name, "step": job.step}).encode())
