@@ -2,14 +2,17 @@
 
 from fourfold.anatomy.initialisers import Initialiser, Recording, deferred, initialiser, materialize, recorded
 from fourfold.anatomy.replay import InitialiserError
+from fourfold.anatomy.roles import Dropout, Linear
 from fourfold.anatomy.survey import Anatomy, AnatomyError, survey
 from fourfold.anatomy.ties import own_names, ties
 
 __all__ = [
     "Anatomy",
     "AnatomyError",
+    "Dropout",
     "Initialiser",
     "InitialiserError",
+    "Linear",
     "Recording",
     "deferred",
     "initialiser",

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from fourfold.anatomy.blocks import Call, Calls, blocks
+from fourfold.anatomy.roles import Dropout, Linear, Tracer
 from fourfold.anatomy.ties import own_names, ties
 from fourfold.anatomy.twin import Twin, twin, twins
 
@@ -31,6 +32,13 @@ class Anatomy:
         ties: groups of names of one parameter.
         order: every parameter that the forward read, by first use.
         unused: parameters that the forward never read.
+        linears: weight → role, axes, layout and the module that runs it.
+        embeddings: table → axis of its columns.
+        norms: module path of a norm → axis of the features that it normalises.
+        raw: parameter that joins activations elementwise → axis of these.
+        siblings: groups of linear weights that read the very same tensor.
+        dropouts: every dropout in order of execution.
+        problems: what a tensor grid cannot split as it stands, one line each.
         traced: how the forward ran: "meta", "fake" (fake CPU tensors) or "real" (truly, on CPU).
         failures: why the cheaper ways did not run, one line each.
     """
@@ -41,6 +49,13 @@ class Anatomy:
     ties: tuple[tuple[str, ...], ...]
     order: tuple[str, ...]
     unused: tuple[str, ...]
+    linears: dict[str, Linear]
+    embeddings: dict[str, str]
+    norms: dict[str, str | None]
+    raw: dict[str, str | None]
+    siblings: tuple[tuple[str, ...], ...]
+    dropouts: tuple[Dropout, ...]
+    problems: tuple[str, ...]
     traced: str
     failures: tuple[str, ...] = field(default=(), compare=False)
 
@@ -85,8 +100,10 @@ def _run(attempt: Twin, loss: Loss, failures: tuple[str, ...]) -> Anatomy:
     model, calls = attempt.model, Calls()
     names = own_names(model)
     reads = _Reads(names, calls)
-    with torch.no_grad(), attempt.mode, calls.watching(model), reads:
+    tracer = Tracer(model, calls)
+    with torch.no_grad(), attempt.mode, calls.watching(model), reads, tracer:
         loss(model, attempt.batch)
+    roles = tracer.roles()
     found = blocks(model, calls.done)
     before, after = _around(reads.first, found)
     return Anatomy(
@@ -96,6 +113,13 @@ def _run(attempt: Twin, loss: Loss, failures: tuple[str, ...]) -> Anatomy:
         ties=ties(model),
         order=tuple(reads.first),
         unused=tuple(name for name in names.values() if name not in reads.first),
+        linears=roles.linears,
+        embeddings=roles.embeddings,
+        norms=roles.norms,
+        raw=roles.raw,
+        siblings=roles.siblings,
+        dropouts=tuple(roles.dropouts),
+        problems=tuple(dict.fromkeys(roles.problems)),
         traced=attempt.kind,
         failures=failures,
     )
