@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from types import ModuleType
 
 import pytest
 
-from docs.blocks import Block, all_blocks
+from docs.blocks import ROOT, Block, all_blocks
 from fourfold.plan import techniques
 
 FILES = {b.marks["file"]: b for b in all_blocks() if b.document == "CONTRIBUTING.md" and "file" in b.marks}
@@ -54,6 +56,14 @@ def test_there_is_an_example_of_each_kind() -> None:
 @pytest.mark.parametrize("path", TECHNIQUES)
 def test_the_technique_is_found_by_its_file_name(path: str) -> None:
     assert PurePosixPath(path).stem in techniques(ROOMS[str(PurePosixPath(path).parent)])
+
+
+@pytest.mark.parametrize("path", FILES)
+@pytest.mark.parametrize("command", [["check"], ["format", "--check"]], ids=lambda command: command[0])
+def test_the_examples_keep_the_house_style(path: str, command: list[str]) -> None:
+    arguments = [sys.executable, "-m", "ruff", *command, "--no-cache", "--stdin-filename", path, "-"]
+    done = subprocess.run(arguments, cwd=ROOT, input=FILES[path].text, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("path", TESTS)
