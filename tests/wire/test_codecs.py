@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fourfold import wire
-from fourfold.plan import Technique, techniques
+from fourfold.plan import Codec, Technique, techniques
+from fourfold.wire import formulas
 
 CODECS = techniques("codec")
 FLOATS = st.floats(-6e4, 6e4, width=32)
@@ -20,6 +22,30 @@ FLOATS = st.floats(-6e4, 6e4, width=32)
 def codec_of(name: str):
     technique = Technique.find("codec", name)
     return technique.module.Codec(technique.options)
+
+
+class Scaled:
+    """Eight bits an element behind a header: a codec whose payload is bytes, and not linear in the elements."""
+
+    exact, rides_allreduce, contraction = False, False, 0.9
+
+    def encode(self, tensor: Tensor) -> Tensor:
+        scale = tensor.abs().amax().reshape(1).float() / 127 if tensor.numel() else torch.zeros(1)
+        codes = (tensor / scale.clamp_min(1e-30)).round().to(torch.int8)
+        return torch.cat([scale.view(torch.uint8), codes.view(torch.uint8)])
+
+    def decode(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        scale = payload[:4].clone().view(torch.float32)
+        return (payload[4 : 4 + numel].view(torch.int8) * scale).to(dtype)
+
+    def wire_bytes(self, numel: int, itemsize: int) -> int:
+        return 4 + numel
+
+    def state_dict(self) -> dict[str, object]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        assert not state
 
 
 def carried(codec, tensor: Tensor) -> Tensor:
@@ -86,10 +112,10 @@ def draw(rank: int, count: int) -> Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(rank))
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("codec", [*map(codec_of, CODECS), Scaled()], ids=[*CODECS, "bytes with a header"])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_collectives_carry_exactly_what_the_codec_makes_of_each_part(name: str, size: int) -> None:
-    codec, count = codec_of(name), 13
+def test_collectives_carry_exactly_what_the_codec_makes_of_each_part(codec: Codec, size: int) -> None:
+    count = 13
 
     def body(world: wire.World) -> dict[str, Tensor]:
         axis = wire.Mesh(world, {"data": size})["data"]
@@ -112,11 +138,13 @@ def test_collectives_carry_exactly_what_the_codec_makes_of_each_part(name: str, 
         }
 
     mine = [carried(codec, draw(rank, count)) for rank in range(size)]
-    whole = [carried(codec, draw(rank, count * size)).view(size, count) for rank in range(size)]
-    total = sum(mine[1:], mine[0])
+    whole = [[carried(codec, part) for part in draw(rank, count * size).split(count)] for rank in range(size)]
+    shares = formulas.shares(count, size)
+    split = [[carried(codec, part) for part in draw(rank, count).split(shares)] for rank in range(size)]
+    sums = [functools.reduce(torch.add, parts) for parts in zip(*split, strict=True)]
     for rank, found in enumerate(wire.threads.launch(size, body)):
         parts = [one[rank] for one in whole]
-        assert torch.equal(found["all_reduce"], carried(codec, total))
+        assert torch.equal(found["all_reduce"], torch.cat([carried(codec, part) for part in sums]))
         assert torch.equal(found["reduce_scatter"], sum(parts[1:], parts[0]))
         assert torch.equal(found["all_gather"], torch.cat(mine))
         assert torch.equal(found["all_to_all"], torch.cat(parts))

@@ -29,6 +29,12 @@ def test_uneven_all_reduce_by_hand() -> None:
     assert [formulas.all_reduce(3, 20, 4, index) for index in range(3)] == [28, 28, 24]
 
 
+def test_all_reduce_of_parts_that_a_codec_made() -> None:
+    # A header of 8 bytes a part: what goes out is every other part once, and the own one to every other rank.
+    assert formulas.all_reduce_of_parts([8 + 4, 8 + 4, 8 + 2], 2) == 24 + 2 * 10
+    assert formulas.all_reduce_of_parts([8, 8, 4], 0) == formulas.all_reduce(3, 20, 4, 0)
+
+
 def test_uneven_all_to_all_keeps_its_own_part() -> None:
     assert formulas.all_to_all([3, 5, 7], 1) == 10
 

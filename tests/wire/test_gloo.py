@@ -76,6 +76,24 @@ def test_gloo_and_threads_agree_to_the_bit(gloo: Processes, size: int, count: in
     assert all(torch.equal(found["all_reduce"], total) for found in real)
 
 
+def nothing_at_all(world: wire.World) -> int:
+    axis = wire.Mesh(world, {"data": world.size})["data"]
+    empty = torch.empty(0)
+    works = [axis.all_reduce(empty, "gradient"), axis.all_gather(empty, empty, "weight")]
+    works += [axis.reduce_scatter(empty, empty, "gradient"), axis.broadcast(empty, 0, "weight")]
+    works += [axis.all_to_all(empty, empty, "activation")]
+    for work in works:
+        work.wait()
+    few = torch.ones(2)  # fewer elements than ranks: parts of one, one and none
+    axis.all_reduce(few, "gradient").wait()
+    return int(few.sum())
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_empty_tensors_and_empty_parts_pass(gloo: Processes, size: int) -> None:
+    assert gloo(size, nothing_at_all) == [2 * size] * size
+
+
 def bucketed(world: wire.World, cuts: list[int]) -> Tensor:
     axis = wire.Mesh(world, {"data": world.size})["data"]
     tensor = values(world.rank, sum(cuts))

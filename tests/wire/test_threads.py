@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fourfold import wire
+from fourfold.wire.codecs import bf16
 
 
 def axis_of(world: wire.World) -> wire.Axis:
@@ -51,6 +52,7 @@ def test_a_rank_that_raises_breaks_the_others_out_and_is_named() -> None:
         (lambda axis: axis.all_reduce(torch.ones(3).double(), "gradient"), "3 × float64"),
         (lambda axis: axis.all_gather(torch.ones(9), torch.ones(3), "gradient"), "rank 2 in all_gather"),
         (lambda axis: axis.broadcast(torch.ones(3), 0, "gradient"), "rank 2 in broadcast"),
+        (lambda axis: axis.all_reduce(torch.ones(3), "gradient", codec=bf16.Codec()), "3 × float32 as bf16"),
     ],
 )
 def test_ranks_in_different_collectives_are_named(odd, says: str) -> None:

@@ -71,8 +71,9 @@ class Axis:
         flat = _flat(tensor, "tensor")
         if self._channel is None:
             return self._alone("all_reduce", kind)
-        sent = formulas.all_reduce(self.size, *_wired(codec, flat.numel(), flat), self.index)
-        signature = self._sign("all_reduce", kind, flat, flat.numel())
+        parts = [_wired(codec, count, flat) for count in formulas.shares(flat.numel(), self.size)]
+        sent = formulas.all_reduce_of_parts(parts, self.index)
+        signature = self._sign("all_reduce", kind, flat, flat.numel(), _form(codec))
         return self._issue("all_reduce", kind, sent, algorithms.all_reduce(self._channel, flat, signature, codec))
 
     def all_gather(self, out: Tensor, shard: Tensor, kind: str, *, codec: Codec | None = None) -> Work:
@@ -83,9 +84,8 @@ class Axis:
         if self._channel is None:
             _copy(out, shard)
             return self._alone("all_gather", kind)
-        wired, _ = _wired(codec, shard.numel(), shard)
-        sent = formulas.all_gather(self.size, wired * self.size)
-        signature = self._sign("all_gather", kind, shard, shard.numel())
+        sent = formulas.all_gather(self.size, _wired(codec, shard.numel(), shard) * self.size)
+        signature = self._sign("all_gather", kind, shard, shard.numel(), _form(codec))
         steps = algorithms.all_gather(self._channel, out, shard, signature, codec)
         return self._issue("all_gather", kind, sent, steps)
 
@@ -96,9 +96,8 @@ class Axis:
         if self._channel is None:
             _copy(out, full)
             return self._alone("reduce_scatter", kind)
-        wired, _ = _wired(codec, out.numel(), full)
-        sent = formulas.reduce_scatter(self.size, wired * self.size)
-        signature = self._sign("reduce_scatter", kind, full, out.numel())
+        sent = formulas.reduce_scatter(self.size, _wired(codec, out.numel(), full) * self.size)
+        signature = self._sign("reduce_scatter", kind, full, out.numel(), _form(codec))
         steps = algorithms.reduce_scatter(self._channel, out, full, signature, codec)
         return self._issue("reduce_scatter", kind, sent, steps)
 
@@ -121,9 +120,9 @@ class Axis:
             self._expect("all_to_all", "out", out, inp.numel())
             _copy(out, inp)
             return self._alone("all_to_all", kind)
-        sent = formulas.all_to_all([_wired(codec, n, inp)[0] for n in ins], self.index)
+        sent = formulas.all_to_all([_wired(codec, n, inp) for n in ins], self.index)
         even = out_splits is None and in_splits is None
-        signature = self._sign("all_to_all", kind, inp, inp.numel() if even else None)
+        signature = self._sign("all_to_all", kind, inp, inp.numel() if even else None, _form(codec))
         steps = algorithms.all_to_all(self._channel, out, inp, outs, ins, signature, codec)
         return self._issue("all_to_all", kind, sent, steps)
 
@@ -133,8 +132,8 @@ class Axis:
         self._rank("broadcast", "source", source)
         if self._channel is None:
             return self._alone("broadcast", kind)
-        sent = formulas.broadcast(self.size, _wired(codec, flat.numel(), flat)[0], self.index)
-        signature = self._sign("broadcast", kind, flat, flat.numel(), f" from {source}")
+        sent = formulas.broadcast(self.size, _wired(codec, flat.numel(), flat), self.index)
+        signature = self._sign("broadcast", kind, flat, flat.numel(), f"{_form(codec)} from {source}")
         return self._issue("broadcast", kind, sent, algorithms.broadcast(self._channel, flat, source, signature, codec))
 
     def send(self, tensor: Tensor, to: int, kind: str, tag: int = 0, *, codec: Codec | None = None) -> Work:
@@ -142,7 +141,7 @@ class Axis:
         flat = _flat(tensor, "tensor")
         self._peer("send", "to", to, tag)
         assert self._channel is not None
-        sent = formulas.send(_wired(codec, flat.numel(), flat)[0])
+        sent = formulas.send(_wired(codec, flat.numel(), flat))
         return self._issue("send", kind, sent, algorithms.send(self._channel, flat, to, tag, codec))
 
     def receive(self, tensor: Tensor, source: int, kind: str, tag: int = 0, *, codec: Codec | None = None) -> Work:
@@ -332,9 +331,11 @@ def _copy(out: Tensor, inp: Tensor) -> None:
         out.copy_(inp)
 
 
-def _wired(codec: Codec | None, numel: int, tensor: Tensor) -> tuple[int, int]:
-    """Bytes that `numel` elements of this tensor become on the wire, and bytes per element there."""
+def _form(codec: Codec | None) -> str:
+    return "" if codec is None else f" as {type(codec).__module__.rpartition('.')[2]}"
+
+
+def _wired(codec: Codec | None, numel: int, tensor: Tensor) -> int:
+    """Bytes that `numel` elements of this tensor become on the wire."""
     itemsize = tensor.element_size()
-    if codec is None:
-        return numel * itemsize, itemsize
-    return codec.wire_bytes(numel, itemsize), codec.wire_bytes(1, itemsize)
+    return numel * itemsize if codec is None else codec.wire_bytes(numel, itemsize)

@@ -3,7 +3,7 @@
 They live beside the code that they predict; a test holds them equal to the metered bytes, exactly. `size` is the number
 of ranks on the axis, `nbytes` the whole tensor in bytes, `index` the rank's index on the axis. Where a tensor does not
 divide, ranks hand over different amounts: say `itemsize` (bytes per element) and `index` to have them exactly.
-With a codec, put the payload's bytes for the tensor's.
+With a codec, put the payload's bytes for the tensor's; an all-reduce encodes part by part (`all_reduce_of_parts`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ def reduce_scatter(size: int, nbytes: int) -> int:
 
 def all_reduce(size: int, nbytes: int, itemsize: int = 1, index: int = 0) -> int:
     """An exchange and a gather: S − c + (size − 1) c, c this rank's share of S; 2 (size − 1) / size S if even."""
-    mine = shares(nbytes // itemsize, size)[index] * itemsize
-    return nbytes - mine + (size - 1) * mine
+    return all_reduce_of_parts([count * itemsize for count in shares(nbytes // itemsize, size)], index)
+
+
+def all_reduce_of_parts(parts: Sequence[int], index: int) -> int:
+    """The same from the bytes of each rank's part on the wire: a codec encodes every part on its own."""
+    return sum(parts) - parts[index] + (len(parts) - 1) * parts[index]
 
 
 def all_to_all(splits: Sequence[int], index: int) -> int:
