@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from fourfold.ledger import Ledger
 from fourfold.placement import traffic
-from fourfold.plan import Events, Plan
+from fourfold.plan import Events, Plan, Technique
 from fourfold.planner.memory import Parcel
 
 
@@ -34,7 +34,10 @@ def count(ledger: Ledger, plan: Plan, parcels: Sequence[Parcel], microbatches: i
     about: dict[str, Any] = {"shard": placement.shard, "microbatches": microbatches, "itemsize": parcels[0].message}
     traffic.weights(shipments, placement.z, ledger=ledger, **about)
     traffic.gradients(shipments, placement.z, ledger=ledger, **about)
-    codec = plan.wire.gradient.module.Codec(plan.wire.gradient.options) if plan.wire.gradient else None
+    chosen = plan.wire.gradient
+    if chosen is None and placement.precision == "bf16":
+        chosen = Technique.find("codec", "bf16")  # gradients between replicas cross as everything else does
+    codec = chosen.module.Codec(chosen.options) if chosen else None
     seat = cast("Any", Seat("data", placement.data, 0))
     rule = plan.sync.module.Rule(plan.sync.options, seat, Events(), codec)
     rule.forecast(ledger, [parcel.layout.trained for parcel in parcels if parcel.layout.trained], parcels[0].master)

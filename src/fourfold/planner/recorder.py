@@ -17,7 +17,7 @@ from fourfold import torch_private
 BEFORE, AFTER = -1, 10**9
 """Places of what lies outside every block; a block's place is its number in execution order."""
 
-FORWARD, BACKWARD = "forward", "backward"
+FORWARD, BACKWARD, DONE = "forward", "backward", "done"
 
 FREE_OF_COST = {
     "empty",
@@ -63,6 +63,8 @@ class Recorder(torch_private.dispatch_mode()):
         return None if found < 0 else found
 
     def _event(self, *event: Any) -> None:
+        if self.phase == DONE:
+            return
         if not self.segments or self.segments[-1][:2] != [self.phase, self.place]:
             self.segments.append([self.phase, self.place, []])
         self.segments[-1][2].append(list(event))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +23,8 @@ from fourfold.anatomy import Anatomy, survey
 from fourfold.placement.membership import members
 from fourfold.placement.selective import recompute_attention
 from fourfold.planner import blocks
-from fourfold.planner.recorder import AFTER, BACKWARD, BEFORE, FORWARD, Recorder
+from fourfold.planner.recorder import AFTER, BACKWARD, BEFORE, DONE, FORWARD, Recorder
+from fourfold.planner.stock import one_sequence_a_row
 from fourfold.planner.subject import Subject
 
 REAL_LIMIT = 4 * 1024**3
@@ -82,7 +83,7 @@ def _inputs(subject: Subject, model: nn.Module, paths: Sequence[str]) -> dict[st
         model.get_submodule(path).register_forward_pre_hook(partial(note, path), with_kwargs=True)
     settings = Settings(rows=2)
     try:
-        with torch_private.fake_tensors(), torch.no_grad():
+        with _without_values(), torch.no_grad():
             _replace_tensors(model, torch.float32, real=False)
             subject.loss(
                 model, {name: _rows(tensor, settings, torch.float32) for name, tensor in subject.batch.items()}
@@ -104,7 +105,7 @@ def record(subject: Subject, anatomy: Anatomy, inputs: Mapping[str, str], settin
     buffers = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
     images = blocks.shorten(model, anatomy.blocks, inputs) if settings.short else blocks.all_of(anatomy.blocks)
     recorder = Recorder()
-    with nullcontext() if settings.real else torch_private.fake_tensors():
+    with nullcontext() if settings.real else _without_values():
         _replace_tensors(model, dtype, real=settings.real)
         batch = {name: _rows(tensor, settings, dtype) for name, tensor in subject.batch.items()}
         places = _Places(recorder, settings, len(images))
@@ -132,6 +133,12 @@ class _Unset(TorchFunctionMode):
         if getattr(function, "__name__", "") in ("normal_", "uniform_", "trunc_normal_", "erfinv_", "bernoulli_"):
             return args[0] if args else (kwargs or {})["tensor"]
         return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _without_values() -> Iterator[None]:
+    with torch_private.fake_tensors(), one_sequence_a_row():
+        yield
 
 
 def _built(subject: Subject, real: bool) -> nn.Module:
@@ -183,12 +190,10 @@ def _run(subject: Subject, model: nn.Module, batch: dict[str, Tensor], recorder:
         total, _ = subject.loss(model, batch)
         recorder.phase, recorder.place = BACKWARD, AFTER
         total.backward()
-        recorder.phase = "done"
+        recorder.phase = DONE
 
 
-def _gradients(
-    model: nn.Module, recorder: Recorder, anatomy: Anatomy, images: list[blocks.Image]
-) -> list[tuple[int, str]]:
+def _gradients(model: nn.Module, recorder: Recorder, anatomy: Anatomy, images: list[blocks.Image]) -> list[list[Any]]:
     """The storages of the gradients, each with where its weight belongs: "block", "before" or "after"."""
     late = set(anatomy.after)
     found: dict[int, str] = {}
@@ -197,7 +202,7 @@ def _gradients(
         if number is not None:
             inside = any(name.startswith(f"{image.path}.") for image in images)
             found[number] = "block" if inside else "after" if name in late else "before"
-    return sorted(found.items())
+    return [list(entry) for entry in sorted(found.items())]
 
 
 class _Places:
