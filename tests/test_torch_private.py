@@ -71,3 +71,32 @@ def test_fake_tensors_have_shape_stride_and_device_but_no_data():
     assert (fake.shape, fake.stride(), fake.device.type) == ((4, 3), (1, 4), "cpu")
     with mode:
         assert (fake + torch.ones(3)).shape == (4, 3)
+
+
+def test_persistent_buffers_are_those_of_the_state_dict():
+    module = torch.nn.BatchNorm1d(3)
+    module.register_buffer("table", torch.zeros(2), persistent=False)
+    assert torch_private.persistent_buffers(module) == ["running_mean", "running_var", "num_batches_tracked"]
+    assert set(torch_private.persistent_buffers(module)) == module.state_dict().keys() - {"weight", "bias"}
+
+
+def test_reporting_agent_tells_exit_codes_of_a_failed_group(monkeypatch):
+    from inspect import signature
+    from types import SimpleNamespace
+
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    assert list(signature(LocalElasticAgent._monitor_workers).parameters)[:2] == ["self", "worker_group"]
+    results = [
+        RunResult(WorkerState.HEALTHY),
+        RunResult(WorkerState.FAILED, failures={2: SimpleNamespace(exitcode=-9)}),  # pyright: ignore[reportArgumentType]
+    ]
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda self, group: results.pop(0))
+    told = []
+    spec = SimpleNamespace(max_restarts=0, rdzv_handler=None)
+    agent = torch_private.reporting_agent(spec, None, shutdown_timeout=1, on_failure=told.append)
+    agent._monitor_workers(None)
+    assert told == []
+    agent._monitor_workers(None)
+    assert told == [{2: -9}]

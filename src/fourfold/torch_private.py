@@ -167,7 +167,9 @@ def fake_cpu(mode: Any, tensor: Tensor) -> Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
-def reporting_agent(spec: Any, logs: Any, *, shutdown_timeout: int, on_failure: Callable[[dict[int, int]], None]) -> Any:
+def reporting_agent(
+    spec: Any, logs: Any, *, shutdown_timeout: int, on_failure: Callable[[dict[int, int]], None]
+) -> Any:
     """torchrun's local elastic agent, which also tells who failed before it starts the group again.
 
     The public agent keeps the failures of a restarted group to itself.
@@ -189,3 +191,9 @@ def reporting_agent(spec: Any, logs: Any, *, shutdown_timeout: int, on_failure: 
             return result
 
     return Agent(spec, logs, shutdown_timeout=shutdown_timeout)
+
+
+def persistent_buffers(module: Any) -> list[str]:
+    """Names of a module's own buffers that belong into its `state_dict`, without calling it: a placed model answers
+    that with a gather, in which all ranks must take part."""
+    return [name for name in module._buffers if name not in module._non_persistent_buffers_set]

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fourfold import torch_private
 from fourfold.placement import Piece, Placed
 from fourfold.training.checkpoint import Box
 from fourfold.training.optimizer import Optimizer
@@ -42,7 +43,11 @@ def _box(name: str, piece: Piece, flat: Tensor) -> Box:
 
 def _buffers(placed: Placed) -> Iterable[tuple[str, Tensor]]:
     """Persistent buffers; a buffer that is shared comes once."""
-    persistent = placed.model.state_dict().keys() - {name for name, _ in placed.model.named_parameters()}
+    persistent = {
+        f"{path}.{name}" if path else name
+        for path, module in placed.model.named_modules()
+        for name in torch_private.persistent_buffers(module)
+    }
     return [(name, buffer) for name, buffer in placed.model.named_buffers() if name in persistent]
 
 

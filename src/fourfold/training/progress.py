@@ -136,8 +136,15 @@ def words(record: Record) -> str:
     if kind == "note":
         return str(record["text"])
     if kind == "sample":
-        return f"sample:\n{record['text']}"
+        return f"sample:\n{_printable(record['text'])}"
     return ""
+
+
+def _printable(text: str) -> str:
+    """A model may write control characters, which a terminal would obey."""
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )
 
 
 def _clock(seconds: float) -> str:

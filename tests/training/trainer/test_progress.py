@@ -59,3 +59,8 @@ def test_a_terminal_gets_a_bar_and_a_pipe_gets_lines():
     plain = screen(10, pipe)
     plain.show({"kind": "sample", "step": 3, "text": "[not] markup " * 9})
     assert "[not] markup " * 9 in pipe.file.getvalue()
+
+
+def test_control_characters_of_a_sample_never_reach_the_terminal():
+    shown = words({"kind": "sample", "step": 1, "text": "a\x1b[31mb\tc\nd\x00"})
+    assert shown == "sample:\na\N{REPLACEMENT CHARACTER}[31mb\tc\nd\N{REPLACEMENT CHARACTER}"
