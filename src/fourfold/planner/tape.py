@@ -1,4 +1,4 @@
-"""The record of a traced step: read from JSON, scaled to any number of rows, and unrolled to all blocks of the model."""
+"""The record of a traced step: read from JSON, scaled to any number of rows, unrolled to all blocks of the model."""
 
 from __future__ import annotations
 

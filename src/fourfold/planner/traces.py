@@ -47,9 +47,10 @@ class Traces:
         if self._outline is None:
             _warm()
             try:
-                self._outline = isolated(lambda: outline(self.subject))
+                found: dict[str, Any] = isolated(lambda: outline(self.subject))
             except IsolationError as error:
                 raise TraceError(f"{self.subject.name}: cannot find out what the model is: {error}") from error
+            self._outline = found
         return self._outline
 
     @property
@@ -83,7 +84,8 @@ class Traces:
         """What each operator of the tape holds inside itself, measured on this machine's CPU."""
         if settings not in self._workspace:
             operators = self.tape(settings).operators
-            small = [plain["operators"] for plain in self._pairs.get(dataclasses.replace(settings, rows=0), ())]
+            pair = self._pairs.get(dataclasses.replace(settings, rows=0), [])
+            small = [plain["operators"] for plain in pair]
             small = small if all(len(row) == len(operators) for row in small) else []
             self._workspace[settings] = workspace.sizes(operators, small)
         return self._workspace[settings]
@@ -99,7 +101,8 @@ class Traces:
         if settings.rows == 1:
             return self._record(settings, (1,))[0]
         try:
-            return blend(*self.pair(settings), PAIR, settings.rows)
+            first, second = self.pair(settings)
+            return blend(first, second, PAIR, settings.rows)
         except MismatchError:  # operators depend on the rows: trace these very rows
             return self._record(settings, (settings.rows,))[0]
 
@@ -125,6 +128,6 @@ def _frozen(value: Any) -> Any:
 
 def _warm() -> None:
     """Import here what every child would otherwise import for itself (torch's symbolic shapes, its compiler)."""
-    torch.compiler.disable(_frozen)(None)
+    torch.compiler.disable(_frozen)  # type: ignore[call-overload]
     with torch_private.fake_tensors():
         torch.empty(1)

@@ -94,7 +94,8 @@ def rebuild(described: Any) -> Any:
     if not isinstance(described, dict):
         return described
     if "tensor" in described:
-        return _tensor(*described["tensor"], getattr(torch, described["dtype"]))
+        shape, stride = described["tensor"]
+        return _tensor(shape, stride, getattr(torch, described["dtype"]))
     if "dtype" in described:
         return getattr(torch, described["dtype"])
     if "float" in described:
