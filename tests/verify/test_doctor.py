@@ -3,9 +3,10 @@ import json
 import pytest
 
 from fourfold.hardware import Cluster
+from fourfold.planner.here import cluster_file
 from fourfold.verify import environment, link, peaks
 from fourfold.verify.diagnosis import Diagnosis, Finding
-from fourfold.verify.doctor import cluster_file, doctor
+from fourfold.verify.doctor import doctor
 
 READING = link.LinkReading(latency=1e-4, bandwidth=2e9, seconds=1.0)
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
-from fourfold.anatomy import deferred, materialize
+import torch
+from torch import nn
+
+from fourfold.anatomy import materialize
 from fourfold.config import Config, Loaded
 from fourfold.plan import Plan
 from fourfold.training import subject
 from fourfold.training.choice import choose
 from fourfold.training.data import prepare
-from fourfold.verify.case import Case
+from fourfold.verify.case import Case, Weights
 from fourfold.verify.ranks import on_processes, on_threads
 from fourfold.verify.verdict import Verdict
 
@@ -47,18 +51,13 @@ def widened(plan: Plan) -> Plan:
 
 def case_of(config: Config, plan: Plan, steps: int) -> Case:
     """What a configuration trains, as a case: the same data, weights and seed on both sides."""
-    build = subject.builder(config)
     data = prepare(
         config.data, rows=config.train.batch, seed=config.seed, tokenizer_file=subject.tokenizer_file(config)
     )
 
-    def model() -> tuple:
-        made = deferred(build)
-        return made, subject.Weights(made, config.seed)
-
     return Case(
-        model=model,
-        plain=lambda: materialize(deferred(build), config.seed),
+        model=partial(parallel_model, config),
+        plain=partial(plain_model, config),
         loss=subject.LOSSES[config.loss.name],
         options=subject.options(config),
         plan=plan,
@@ -66,3 +65,20 @@ def case_of(config: Config, plan: Plan, steps: int) -> Case:
         seed=config.seed,
         steps=steps,
     )
+
+
+def parallel_model(config: Config) -> tuple[nn.Module, Weights]:
+    """The model as `fourfold train` makes it: without values, and where they come from."""
+    model, weights = subject.deferred_model(config)
+    subject.fill_buffers(model, config.seed)
+    return model, weights
+
+
+def plain_model(config: Config) -> nn.Module:
+    """The same model, whole, on the CPU: every initialiser run at the seed, then what a folder's files hold."""
+    deferred, weights = subject.deferred_model(config)
+    model = materialize(deferred, config.seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights(name, 0, parameter.numel(), parameter.dtype).view_as(parameter))
+    return model

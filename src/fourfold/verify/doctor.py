@@ -12,16 +12,12 @@ import torch
 
 from fourfold.hardware import Cluster, Device, Link
 from fourfold.hardware.collectives import EFFICIENCY
+from fourfold.planner.here import cluster_file
 from fourfold.verify import environment, link, peaks
 from fourfold.verify.diagnosis import Diagnosis, Finding
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 GB = 1e9
-
-
-def cluster_file() -> Path:
-    """Where the measured machine is kept: `hardware: here` reads it."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fourfold" / "cluster.json"
 
 
 def doctor(write: bool = True, probe: Callable[[], link.LinkReading] = link.measure) -> Diagnosis:
