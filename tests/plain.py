@@ -114,7 +114,9 @@ def serial(work: Work) -> Outcome:
     for name, parameter in model.named_parameters():
         outcome.weights[name] = parameter.detach().clone()
         if parameter.requires_grad:
-            outcome.gradients[name] = (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).clone()
+            outcome.gradients[name] = (
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            ).clone()
     return outcome
 
 
@@ -128,7 +130,9 @@ def _scope(module: nn.Module, path: str) -> None:
     module.forward = forward
 
 
-def rank(world: wire.World, work: Work, plan: Mapping[str, Any], during: Callable[[Run], None] | None = None) -> Outcome:
+def rank(
+    world: wire.World, work: Work, plan: Mapping[str, Any], during: Callable[[Run], None] | None = None
+) -> Outcome:
     """One rank of a plan."""
     run = parallelize(work.fresh(), work.loss, work.options, plan, world=world, seed=1)
     outcome = Outcome()
@@ -212,11 +216,16 @@ def stock(name: str, dropout: float = 0.1) -> nn.Module:
     """A tiny stock transformer in float64: llama, qwen3, gpt2 or opt."""
     from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig, Qwen3Config
 
-    shape = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCABULARY}
+    shape: dict[str, Any] = {
+        "hidden_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": VOCABULARY,
+    }
     shape |= {"max_position_embeddings": 32}
     grouped: dict[str, Any] = {"intermediate_size": 40, "num_key_value_heads": 2, "attention_dropout": dropout}
     plain: dict[str, Any] = {"n_embd": 24, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 32}
-    dropped = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+    dropped: dict[str, Any] = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
     configs: dict[str, Callable[[], Any]] = {
         "llama": lambda: LlamaConfig(**shape, **grouped),
         "qwen3": lambda: Qwen3Config(**shape, **grouped, head_dim=6),

@@ -118,13 +118,17 @@ class Arena:
 
     # ---- gradients
 
+    def segments(self) -> list[Tensor]:
+        """The summed gradient of each trained weight's rows on this rank."""
+        return [self.gradient[s.shard_start : s.shard_start + s.segment] for s in self.layout.trained_slots]
+
     def collect(self, gradients: Sequence[Tensor | None], *, add: bool) -> None:
         """One part: put (or add) full gradients, in the order of `trained_slots`, into `gradient`."""
-        if not add and _alike(gradients, self.gradient.dtype):
+        if not add and self.layout.even and _alike(gradients, self.gradient.dtype):
             torch.cat([g.reshape(-1) for g in gradients if g is not None], out=self.gradient)
             return
         for slot, gradient in zip(self.layout.trained_slots, gradients, strict=True):
-            place = self.gradient[slot.shard_start : slot.shard_start + slot.segment]
+            place = self.gradient[slot.shard_start : slot.shard_start + slot.numel]
             if gradient is None:
                 place.zero_() if not add else None
             elif add:
@@ -155,4 +159,4 @@ class Arena:
 
 
 def _alike(gradients: Sequence[Tensor | None], dtype: torch.dtype) -> bool:
-    return all(gradient is not None and gradient.dtype == dtype for gradient in gradients)
+    return bool(gradients) and all(gradient is not None and gradient.dtype == dtype for gradient in gradients)

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 
 from fourfold.placement.piece import Piece
+
+LINE = 16
+"""Every segment is a multiple of this many elements (a cache line of fp32). Vector kernels then never fall back to their
+scalar tails, which round differently: an update's bits do not depend on which weights lie side by side."""
 
 FROZEN = "frozen"
 """The group of weights that get no gradient; it lies last, so that gradients cover a prefix of the shard."""
@@ -64,6 +68,12 @@ class Slot:
         return Piece(self.name, self.shape, offsets, (last - first, *self.shape[1:]), self.shard_start)
 
 
+def _whole_lines(rows: int, width: int) -> int:
+    """The smallest number of at least `rows` rows of `width` elements that fills whole lines."""
+    step = LINE // gcd(width, LINE)
+    return -(-rows // step) * step
+
+
 @dataclass(frozen=True)
 class Layout:
     """The slots of one unit, cut over `parts` ranks.
@@ -90,8 +100,8 @@ class Layout:
         for group in groups:
             for name, shape, _ in (weight for weight in listed if weight[2] == group):
                 rows = shape[0] if shape else 1
-                held = -(-rows // parts)
                 width = prod(shape[1:])
+                held = _whole_lines(-(-rows // parts), width)
                 slots.append(Slot(name, tuple(shape), group, rows, width, held, size, size * parts))
                 size += held * width
             if group != FROZEN:

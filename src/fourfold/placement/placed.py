@@ -105,7 +105,7 @@ class Placed:
 
     def norm_share(self, order: float) -> float:
         """This rank's share of the gradient norm."""
-        return norm.partial(self.gradients, order)
+        return norm.partial((segment for unit in self.units for segment in unit.arena.segments()), order)
 
     def forecast(self, ledger: Ledger, microbatches: int) -> None:
         """Add the bytes of one step, by formula."""

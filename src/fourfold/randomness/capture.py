@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from fourfold.randomness.dropout import at, current
-from fourfold.randomness.streams import Streams, innermost
+from fourfold.randomness.streams import Streams, entered, innermost
 
 
 def capture() -> Callable[[], AbstractContextManager[None]]:
@@ -24,7 +24,7 @@ def capture() -> Callable[[], AbstractContextManager[None]]:
     def again() -> Iterator[None]:
         twin = Streams(prefix)
         twin.ordinal = ordinal
-        with at(position), twin:
+        with at(position), entered(twin):
             yield
         if scope.prefix == prefix:
             scope.ordinal = max(scope.ordinal, twin.ordinal)

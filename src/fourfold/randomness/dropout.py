@@ -46,6 +46,7 @@ class Position(NamedTuple):
 
 class _Ambient(threading.local):
     position: Position | None = None
+    scope: str = ""
 
 
 _ambient = _Ambient()
@@ -70,11 +71,24 @@ def at(position: Position | None) -> Iterator[None]:
         _ambient.position = before
 
 
+def enter_scope(name: str) -> str:
+    """Sites that begin with "#" are sites of the scope `name` from here on, on this thread; returns the scope before.
+
+    The scope is looked up when the op runs, so compiled graphs of equal blocks hold equal sites and are shared.
+    """
+    before, _ambient.scope = _ambient.scope, name
+    return before
+
+
 def threshold(p: float) -> int:
     """Lanes below this are dropped: p in units of 1/65536, rounded. The scale uses the rounded p: means are exact."""
     if not 0.0 <= p <= 1.0:
         raise RandomnessError(f"dropout probability {p}: expected 0 ≤ p ≤ 1")
     return round(p * LANES)
+
+
+def _full(site: str) -> str:
+    return _ambient.scope + site if site.startswith("#") else site
 
 
 def _scale(p: float) -> float:
@@ -87,11 +101,11 @@ def _here(x: Tensor, site: str) -> Position:
     position = current()
     if position is None:
         raise RandomnessError(
-            f"dropout at {site!r} outside of any position: enter fourfold.randomness.at(Position(...))"
+            f"dropout at {_full(site)!r} outside of any position: enter fourfold.randomness.at(Position(...))"
         )
     if x.dim() == 0 or x.shape[0] % position.rows:
         raise RandomnessError(
-            f"dropout at {site!r}: dim 0 of a tensor of shape {tuple(x.shape)} does not hold whole rows of the"
+            f"dropout at {_full(site)!r}: dim 0 of a tensor of shape {tuple(x.shape)} does not hold whole rows of the"
             f" {position.rows} local rows at logical row {position.row}, so its mask cannot follow the rows;"
             " expected a batch-major tensor: put the batch first where this layer is called"
         )
@@ -101,14 +115,14 @@ def _here(x: Tensor, site: str) -> Position:
 def _keep_cpu(x: Tensor, p: float, site: str) -> Tensor:
     position = _here(x, site)
     start = position.row * (x.numel() // position.rows)
-    lanes = bits(position.seed, site, position.step, start, x.numel())
+    lanes = bits(position.seed, _full(site), position.step, start, x.numel())
     return torch.from_numpy(lanes >= threshold(p)).view(x.shape)
 
 
 def _keep_cuda(x: Tensor, p: float, site: str) -> Tensor:
     """One key a row, made on the host: (hash of seed, step, site and logical row; offset 0)."""
     position = _here(x, site)
-    names = (f"{position.seed}/{position.step}/{site}/{position.row + row}" for row in range(position.rows))
+    names = (f"{position.seed}/{position.step}/{_full(site)}/{position.row + row}" for row in range(position.rows))
     digests = [blake2b(name.encode(), digest_size=8).digest() for name in names]
     keys = np.array([[[int.from_bytes(digest, "little"), 0]] for digest in digests], dtype=np.uint64)
     drawn = torch.empty((position.rows, x.numel() // position.rows), dtype=torch.float32, device=x.device)

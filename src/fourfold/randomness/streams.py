@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fourfold import torch_private
-from fourfold.randomness.dropout import LANES, current, dropout, threshold
+from fourfold.randomness.dropout import LANES, current, dropout, enter_scope, threshold
 from fourfold.randomness.philox import RandomnessError
 
 
@@ -36,11 +36,14 @@ class Streams(TorchFunctionMode):
         super().__init__()
         self.prefix = prefix
         self.ordinal = 0
+        # A scope entered outside of a compiled graph is looked up when the graph runs, so that equal blocks share one
+        # graph; one entered inside is gone by then, and is written into the graph's sites.
+        self.written = torch.compiler.is_dynamo_compiling()
 
     def site(self) -> str:
-        """The name of the next draw."""
+        """The name of the next draw; within the scope, if it begins with "#"."""
         self.ordinal += 1
-        return f"{self.prefix}#{self.ordinal - 1}"
+        return f"{self.prefix if self.written else ''}#{self.ordinal - 1}"
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         replacement = _REPLACEMENTS.get(func)
@@ -70,15 +73,27 @@ def inside(module: nn.Module, prefix: str) -> Iterator[None]:
     if current() is None or not module.training:
         yield
         return
-    outer, scope = _scopes.innermost, Streams(prefix)
-    _scopes.innermost = scope
+    outer = _scopes.innermost
+    try:
+        with entered(Streams(prefix)):
+            yield
+    finally:
+        if outer is not None:
+            outer.prefix, outer.ordinal = f"{outer.prefix.split('>')[0]}>{prefix}", 0
+            enter_scope(outer.prefix)
+
+
+@contextmanager
+def entered(scope: Streams) -> Iterator[None]:
+    """Sites are drawn from `scope` until this ends."""
+    outer, _scopes.innermost = _scopes.innermost, scope
+    before = enter_scope(scope.prefix)
     try:
         with scope:
             yield
     finally:
         _scopes.innermost = outer
-        if outer is not None:
-            outer.prefix, outer.ordinal = f"{outer.prefix.split('>')[0]}>{prefix}", 0
+        enter_scope(before)
 
 
 def _plain(

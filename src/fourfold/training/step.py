@@ -145,10 +145,12 @@ class Step:
                 f"step {self._number}: ranks {odd or list(range(len(digests)))} ran other collectives than the rest; "
                 "expected every rank to run the same. Is there rank-dependent control flow in the model or the loss?"
             )
-        broken = [index for index, rank in enumerate(ranks) if not math.isfinite(rank[0]) or not math.isfinite(rank[2])]
+        broken = [index for index, rank in enumerate(ranks) if not math.isfinite(rank[0])]
+        what = "loss" if broken else "gradient"
+        broken = broken or [index for index, rank in enumerate(ranks) if not math.isfinite(rank[2])]
         if broken:
             raise StepError(
-                f"step {self._number}: loss or gradient is not finite on rank {', '.join(map(str, broken))} "
+                f"step {self._number}: the {what} is not finite on rank {', '.join(map(str, broken))} "
                 f"(loss {', '.join(str(ranks[index][0]) for index in broken)}); nothing was updated. "
                 "Lower optimizer.lr, set optimizer.clip, or look at this step's batch"
             )
