@@ -94,9 +94,37 @@ def test_reporting_agent_tells_exit_codes_of_a_failed_group(monkeypatch):
     ]
     monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda self, group: results.pop(0))
     told = []
-    spec = SimpleNamespace(max_restarts=0, rdzv_handler=None)
+    spec = SimpleNamespace(max_restarts=0, rdzv_handler=None, local_world_size=1)
     agent = torch_private.reporting_agent(spec, None, shutdown_timeout=1, on_failure=told.append)
     agent._monitor_workers(None)
     assert told == []
     agent._monitor_workers(None)
     assert told == [{2: -9}]
+
+
+def test_fake_tensors_have_shapes_and_no_memory():
+    with torch_private.fake_tensors():
+        made = torch.empty(1 << 20, 1 << 20) @ torch.empty(1 << 20, 3)
+    assert made.shape == (1 << 20, 3)
+
+
+def test_dispatch_mode_sees_operators_below_autograd():
+    seen = []
+
+    class Watch(torch_private.dispatch_mode()):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        (torch.ones(2, requires_grad=True) * 2).sum().backward()
+    assert seen.count("aten.mul.Tensor") == 2
+
+
+def test_allocations_are_signed_and_in_order():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        first = torch.empty(1000)
+        del first
+        kept = torch.empty(500)
+    assert torch_private.allocations(profile) == [4000, -4000, 2000]
+    assert kept.numel() == 500

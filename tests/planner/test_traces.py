@@ -1,4 +1,4 @@
-"""Models that decide by values cannot run on fake tensors: they are really run, shortened, and forecast all the same."""
+"""Models that decide by values cannot run on fake tensors: they are really run, shortened, and forecast as well."""
 
 from __future__ import annotations
 

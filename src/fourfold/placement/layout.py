@@ -14,8 +14,8 @@ from math import gcd, prod
 from fourfold.placement.piece import Piece
 
 LINE = 16
-"""Every segment is a multiple of this many elements (a cache line of fp32). Vector kernels then never fall back to their
-scalar tails, which round differently: an update's bits do not depend on which weights lie side by side."""
+"""Every segment is a multiple of this many elements (a cache line of fp32). Vector kernels then never fall back to
+their scalar tails, which round differently: an update's bits do not depend on which weights lie side by side."""
 
 FROZEN = "frozen"
 """The group of weights that get no gradient; it lies last, so that gradients cover a prefix of the shard."""

@@ -307,7 +307,7 @@ def _own_weights(model: nn.Module, mesh: Mesh) -> Fill:
             "give parallelize `weights`, or build the model on the CPU"
         )
     flat = {name: parameter.detach().reshape(-1).cpu() for name, parameter in parameters.items()}
-    checks = [float(zlib.crc32(memoryview(values.contiguous().view(torch.uint8).numpy()))) for values in flat.values()]
+    checks = [float(zlib.crc32(values.contiguous().view(torch.uint8).numpy().data)) for values in flat.values()]
     ranks = mesh.over("z", "data").collect(checks)
     for rank, theirs in enumerate(ranks):
         for name, mine, other in zip(flat, ranks[0], theirs, strict=True):
