@@ -21,7 +21,7 @@ from fourfold.plan.technique import Technique
 from fourfold.training import checkpoint
 from fourfold.training.batch import Batch, batch_of
 from fourfold.training.boxes import boxes_of, scalars_of, set_scalars
-from fourfold.training.optimizer import OptimizerOptions, build, group_of
+from fourfold.training.optimizer import Optimizer, OptimizerOptions, build, group_of
 from fourfold.training.step import Loss, Step, StepResult
 from fourfold.wire import Mesh, World, join
 
@@ -174,6 +174,11 @@ class Run:
     def placed(self) -> Placed:
         """The placed model."""
         return self._taken.placed
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer of this rank's shards."""
+        return self._taken.optimizer
 
     def forecast(self) -> Ledger:
         """The bytes of one step of this rank, by formula."""
