@@ -12,6 +12,7 @@ from rich.console import Console
 
 from fourfold.config import Config, Loaded
 from fourfold.ledger import Ledger
+from fourfold.plan import Plan
 from fourfold.training import checkpoint, failure, folder, subject
 from fourfold.training.agent import Agent
 from fourfold.training.choice import Choice, choose
@@ -113,7 +114,7 @@ def _threads(place: RunFolder, choice: Choice, config: Config, screens: list[Scr
 def _told(place: RunFolder, choice: Choice, rank: Rank, run: Callable[[], Ending]) -> TrainOutcome:
     """Run, and turn a failure that is no mistake of the person into an outcome with its traceback on disk."""
     try:
-        return _finished(place, choice, run())
+        return _finished(place, choice.plan, run())
     except Exception as error:
         found = failure.of_exception(error, getattr(error, "rank", 0), rank.number, None)
         if found.mistake:
@@ -122,10 +123,10 @@ def _told(place: RunFolder, choice: Choice, rank: Rank, run: Callable[[], Ending
         return TrainOutcome(place.path, str(choice.plan), failures=(told,), failed=True)
 
 
-def _finished(place: RunFolder, choice: Choice, ending: Ending) -> TrainOutcome:
+def _finished(place: RunFolder, plan: Plan, ending: Ending) -> TrainOutcome:
     return TrainOutcome(
         place.path,
-        str(choice.plan),
+        str(plan),
         steps=ending.steps,
         stopped=ending.stopped,
         validation=ending.validation,
@@ -175,28 +176,33 @@ def _group(place: RunFolder, choice: Choice, config: Config, screens: list[Scree
 def _joined(config: Config) -> TrainOutcome:
     """Be one rank of a group that torchrun started: the first one decides, the others are told the folder."""
     torch.set_num_threads(config.launch.threads)
+    # Before joining: forecasts run in forked processes, and a process with a backend's threads cannot be forked safely.
+    decided = str(_first_decides(config)) if os.environ["RANK"] == "0" else ""
     world = join("auto" if config.launch.backend == "threads" else config.launch.backend, config.launch.stall_after)
     try:
         everyone = Mesh(world, {"data": world.size}, Ledger(rank=world.rank)).over("data")
-        decided = str(_first_decides(config, world.size)) if world.rank == 0 else ""
         place = RunFolder(Path(agree(everyone, decided)))
-        steps = place.read_config().train.steps
+        config = place.read_config()
+        screens = [screen(config.train.steps)] if world.rank == 0 else []
         with Stop() as stop:
-            screens = [screen(steps)] if world.rank == 0 else []
             ending = Rank(place, screens=screens, stop=stop)(world)
+        return _finished(place, _plan_of(config), ending)
     finally:
         world.leave()
-    return _finished(place, choose(place.read_config(), workers=world.size), ending)
 
 
-def _first_decides(config: Config, size: int) -> Path:
+def _first_decides(config: Config) -> Path:
     """The folder of a run that torchrun has started, or starts again."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         earlier = folder.started_by(Path(config.run.folder), folder.launcher())
         if earlier is not None:
             run = config.run.model_copy(update={"resume": True, "name": earlier.path.name})
             config = config.model_copy(update={"run": run})
-    return _begin(config, choose(config, workers=size)).path
+    return _begin(config, choose(config, workers=int(os.environ["WORLD_SIZE"]))).path
+
+
+def _plan_of(config: Config) -> Plan:
+    return Plan.of(config.plan if isinstance(config.plan, dict) else None)
 
 
 def agree(everyone: Axis, text: str) -> str:

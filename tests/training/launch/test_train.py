@@ -1,0 +1,147 @@
+"""`train`, end to end: real worker processes, real kills, torchrun."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fourfold.config import Config, Loaded, load, resolved
+from fourfold.training import checkpoint
+from fourfold.training.choice import ChoiceError
+from fourfold.training.data import CorpusError, synthetic
+from fourfold.training.folder import RunFolder
+from fourfold.training.journal import read
+from fourfold.training.launch import train
+from fourfold.training.process import living
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("tokens") / "tokens.npy"
+    np.save(path, synthetic(3000, 40))
+    return path
+
+
+def loaded(root: Path, tokens: Path, *, steps: int = 6, launch: dict | None = None, **sections) -> Loaded:
+    settings = {
+        "model": {"layers": 2, "width": 16, "heads": 2, "context": 8, "dropout": 0.1},
+        "data": {"name": "tokens", "files": [str(tokens)], "sequence": 8, "vocabulary": 40, "held_out": 0.1},
+        "train": {"steps": steps, "batch": 8},
+        "plan": {"placement": {"data": 2}},
+        "launch": launch or {},
+    } | sections
+    settings["run"] = {"folder": str(root), "tensorboard": False} | sections.get("run", {})
+    path = tokens.with_name(f"{len(list(tokens.parent.iterdir()))}.yaml")
+    path.write_text(resolved(Config.model_validate(settings)))
+    return load(str(path))
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record in read(folder / "journal.jsonl") if record["kind"] == "step"}
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    newest = checkpoint.latest(folder / "checkpoints")
+    assert newest is not None
+    return {path.name: path.read_bytes() for path in newest.glob("*.safetensors")}
+
+
+def test_two_workers_train_and_the_run_folder_tells_all(tmp_path, tokens, capsys):
+    outcome = train(loaded(tmp_path, tokens))
+    assert outcome.ok
+    assert (outcome.steps, outcome.stopped, outcome.failures) == (6, False, ())
+    assert outcome.validation is not None
+    assert sorted(losses(outcome.folder)) == list(range(1, 7))
+    shown = capsys.readouterr().out
+    assert "plan: data 2 (given)" in shown
+    assert "step 6/6  loss" in shown
+    for name in ("config.yaml", "origin.json", "ledger/forecast.json", "ledger/rank-1.json", "logs/agent.log"):
+        assert (outcome.folder / name).is_file(), name
+    assert RunFolder(outcome.folder).read_config().run.name == outcome.folder.name
+    assert json.loads(json.dumps(outcome.to_dict()))["steps"] == 6
+
+
+def test_one_of_four_workers_is_killed_and_the_run_ends_bit_for_bit_as_if_not(tmp_path, tokens):
+    plan = {"placement": {"data": 2, "z": 2, "shard": "parameters"}}
+    settings = {"plan": plan, "steps": 60}
+    whole = train(loaded(tmp_path, tokens, run={"name": "whole", "checkpoint_every": 5}, **settings))
+    place = tmp_path / "killed"
+
+    def kill() -> None:
+        while len(losses(place)) < 12:
+            time.sleep(0.02)
+        os.kill(living(place / "ranks" / "0")[2], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    run = {"name": "killed", "checkpoint_every": 5}
+    outcome = train(loaded(tmp_path, tokens, run=run, launch={"max_restarts": 2}, **settings))
+    killer.join()
+    assert outcome.ok
+    assert [failure.rank for failure in outcome.failures] == [2]
+    assert "killed by SIGKILL" in outcome.text()
+    assert losses(outcome.folder) == losses(whole.folder)
+    assert weights(outcome.folder) == weights(whole.folder)
+
+
+def test_under_torchrun_the_ranks_agree_on_one_folder(tmp_path, tokens):
+    (tmp_path / "config.yaml").write_text(resolved(loaded(tmp_path / "runs", tokens).config))
+    script = tmp_path / "joined.py"
+    script.write_text(
+        "import sys\n"
+        "from fourfold.config import load\n"
+        "from fourfold.training.launch import train\n"
+        "print(train(load(sys.argv[1])).text())\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run([*command, str(tmp_path / "config.yaml")], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert sorted(losses(folder)) == list(range(1, 7))
+    assert json.loads((folder / "origin.json").read_text())["launcher"]
+
+
+def test_an_interrupted_run_saves_stops_and_can_be_resumed(tmp_path, tokens):
+    plan = {"placement": {}}
+
+    def interrupt() -> None:
+        while len(losses(tmp_path / "mine")) < 5:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    outcome = train(loaded(tmp_path, tokens, steps=100_000, plan=plan, run={"name": "mine"}))
+    assert outcome.ok
+    assert outcome.stopped
+    assert "go on with run.resume=true run.name=mine" in outcome.text()
+    assert checkpoint.latest(tmp_path / "mine" / "checkpoints") is not None
+
+
+def test_what_can_be_checked_before_the_launch_is_checked_there(tmp_path, tokens):
+    with pytest.raises(
+        ChoiceError, match=r"launch\.workers: the plan \(data 2\) needs 2, found 3; set launch\.workers=2"
+    ):
+        train(loaded(tmp_path, tokens, launch={"workers": 3}))
+    empty = {"name": "text", "files": [str(tmp_path / "*.txt")]}
+    with pytest.raises(CorpusError, match="matches no file"):
+        train(loaded(tmp_path, tokens, data=empty, model={"context": 128}))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_planner_chooses_where_the_plan_is_auto(tmp_path, tokens, capsys):
+    settings = loaded(tmp_path, tokens, steps=2, plan="auto", launch={"workers": 2, "backend": "threads"})
+    outcome = train(settings)
+    assert outcome.ok
+    shown = capsys.readouterr().out
+    assert "(chosen: the fastest of" in shown
+    assert "forecast: " in shown
+    written = RunFolder(outcome.folder).read_config().plan
+    assert isinstance(written, dict)
+    assert written["placement"]["data"] * written["placement"]["z"] == 2
