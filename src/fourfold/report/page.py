@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -65,7 +66,7 @@ def write(folder: str | Path) -> Report:
         ReportError: it is no run folder, or it cannot be written to.
     """
     run = read(Path(folder))
-    differences = tuple(tables.comparison(run.ledgers, run.forecast))
+    differences = tuple(tables.comparison(run.ledgers, run.forecast, _typical(run, "seconds")))
     axes = run.plan.placement.axes() if run.plan else {}
     try:
         spans = trace.write(run.path / TRACE, run.ledgers, axes)
@@ -127,14 +128,19 @@ def facts(run: Recorded) -> dict[str, str]:
     if steps:
         found["steps"] = str(steps[-1]["step"])
         found["loss"] = f"{steps[-1]['loss']:.4f}"
-        rates = sorted(record["tokens_per_second"] for record in steps if "tokens_per_second" in record)
-        found |= {"tokens/s": f"{rates[len(rates) // 2]:,.0f}"} if rates else {}
-        used = sorted(record["mfu"] for record in steps if record.get("mfu") is not None)
-        found |= {"MFU": f"{used[len(used) // 2]:.1%}"} if used else {}
+        rate, used = _typical(run, "tokens_per_second"), _typical(run, "mfu")
+        found |= {"tokens/s": f"{rate:,.0f}"} if rate is not None else {}
+        found |= {"MFU": f"{used:.1%}"} if used is not None else {}
         found["time in steps"] = duration(sum(record.get("seconds", 0.0) for record in steps))
     if run.of("evaluation"):
         found["validation loss"] = f"{run.last('evaluation')['loss']:.4f}"
     return found
+
+
+def _typical(run: Recorded, measure: str) -> float | None:
+    """The median over the journalled steps; None where none says it."""
+    values = [record[measure] for record in run.of("step") if record.get(measure) is not None]
+    return median(values) if values else None
 
 
 def losses(run: Recorded) -> Chart | None:

@@ -96,8 +96,16 @@ def memory(ledgers: Mapping[int, Ledger], forecast: Ledger | None) -> dict[str, 
     return {category: [ledger.memory.get(category) if ledger else None for ledger in columns] for category in order}
 
 
-def comparison(ledgers: Mapping[int, Ledger], forecast: Ledger | None) -> list[Difference]:
-    """Forecast minus measurement of rank 0; memory and scalars only where both sides have them."""
+def comparison(
+    ledgers: Mapping[int, Ledger], forecast: Ledger | None, seconds: float | None = None
+) -> list[Difference]:
+    """Forecast minus measurement of rank 0; memory and scalars only where both sides have them.
+
+    Args:
+        ledgers: measured, by rank.
+        forecast: of one step.
+        seconds: of a typical step; None: those of the ledger, which are the last step's.
+    """
     if forecast is None or not ledgers:
         return []
     measured = ledgers[min(ledgers)]
@@ -106,6 +114,8 @@ def comparison(ledgers: Mapping[int, Ledger], forecast: Ledger | None) -> list[D
     theirs = replace(
         measured, step=last_step(measured), memory={category: measured.memory[category] for category in both}
     )
+    if seconds is not None:
+        theirs = replace(theirs, notes={**theirs.notes, "step seconds": seconds})
     return mine - theirs
 
 
