@@ -160,3 +160,10 @@ def test_a_model_that_mixes_rows_is_not_decided_or_not_equal():
     )
     found = verdict(mixing)
     assert not found.ok and "not decided: plain PyTorch itself differs" in found.text()
+
+
+@pytest.mark.parametrize("placement", [{"data": 2}, {"z": 2, "shard": "parameters"}])
+def test_bf16_is_within_its_bound_and_not_by_chance(placement):
+    found = verdict(case({**placement, "precision": "bf16"}))
+    assert not found.exact and found.ok, found.text()
+    assert found.worst.error > found.allowed / 1000
