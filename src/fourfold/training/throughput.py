@@ -57,6 +57,11 @@ def flops_of(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor]) -> int:
     return counter.get_total_flops()
 
 
+def estimated_flops(model: nn.Module, tokens: int) -> int:
+    """FLOPs of forward and backward by 6 a parameter and token (Kaplan et al. 2020, section 2.1), without attention."""
+    return 6 * sum(parameter.numel() for parameter in model.parameters()) * tokens
+
+
 def gemm_peak(precision: str, device: torch.device) -> float:
     """FLOP/s of a large square product in the type that a plan's `precision` computes in, with torch's threads."""
     dtype = Precision.of(precision, device).compute

@@ -7,10 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from fourfold.config import Config
+from fourfold.ledger import Ledger
 from fourfold.training import checkpoint
 from fourfold.training.checkpoint import Saving
-from fourfold.training.data import Prepared
+from fourfold.training.data import Batch, Prepared
 from fourfold.training.folder import RunFolder, write_json
 from fourfold.training.journal import Journal, truncate
 from fourfold.training.optimizer import learning_rate
@@ -66,6 +69,24 @@ class Recorder:
             self.journal.close()
         for screen in self.screens:
             screen.close()
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    """A batch that leaves a span in the lane "data" for every fetch."""
+
+    batch: Batch
+    ledger: Ledger
+
+    @property
+    def rows(self) -> int:
+        return self.batch.rows
+
+    def __call__(self, rows: range) -> dict[str, Tensor]:
+        began = time.perf_counter_ns()
+        fetched = self.batch(rows)
+        self.ledger.span("data", f"rows {rows.start} to {rows.stop}", began, time.perf_counter_ns())
+        return fetched
 
 
 class Trainer:
@@ -127,7 +148,7 @@ class Trainer:
             self.run.world.watch.step(number)
         ledger.recording = number - self._first in RECORDED
         began = time.perf_counter_ns()
-        result = self.run.step(self.data.source.batch(number), stop=self.stop())
+        result = self.run.step(_Fetched(self.data.source.batch(number), ledger), stop=self.stop())
         ledger.span("step", f"step {number}", began, time.perf_counter_ns())
         ledger.recording = False
         ledger.notes["step seconds"] = result.seconds
@@ -214,6 +235,7 @@ def resume(run: Run, folder: RunFolder) -> str | None:
     Returns:
         The checkpoint's path, or None for a run from the beginning.
     """
+    run.ledger.begin(-1)  # belongs to no step
     newest = checkpoint.latest(folder.checkpoints)
     if newest is not None:
         run.load(newest)

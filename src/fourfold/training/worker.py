@@ -23,7 +23,7 @@ from fourfold.training.process import as_rank, leave
 from fourfold.training.progress import Screen
 from fourfold.training.run import Run, parallelize
 from fourfold.training.stop import Stop
-from fourfold.training.throughput import Throughput, flops_of, gemm_peak
+from fourfold.training.throughput import Throughput, estimated_flops, flops_of, gemm_peak
 from fourfold.training.trainer import Ending, Recorder, Trainer
 from fourfold.wire import World, join
 from fourfold.wire.watch import Watch
@@ -110,14 +110,16 @@ def _place(config: Config, plan: Plan, model: nn.Module, weights: Fill, world: W
     )
 
 
-def _throughput(config: Config, plan: Plan, model: nn.Module, world: World) -> tuple[Throughput | None, str | None]:
-    """What rates are compared with; or None, and why not."""
+def _throughput(config: Config, plan: Plan, model: nn.Module, world: World) -> tuple[Throughput, str | None]:
+    """What rates are compared with, and what a reader should know about it."""
     peak = gemm_peak(plan.placement.precision, world.device)
+    note = None
     try:
         flops = flops_of(model, subject.LOSSES[config.loss.name], subject.example(config)) * config.train.batch
-    except Exception as error:  # some models cannot be run without values; training must not hang on a gauge
-        return None, f"no MFU: FLOPs cannot be counted without running the model ({type(error).__name__})"
-    return Throughput(flops, peak, world.size), None
+    except Exception as error:  # some models cannot be run without values; a gauge must not end training
+        flops = estimated_flops(model, config.train.batch * config.data.sequence)
+        note = f"MFU by 6 FLOPs a parameter and token: they cannot be counted here ({type(error).__name__})"
+    return Throughput(flops, peak, world.size), note
 
 
 def main(arguments: Sequence[str]) -> int:

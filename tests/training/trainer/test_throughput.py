@@ -4,7 +4,7 @@ import torch
 
 from fourfold.models import gpt
 from fourfold.training.losses import cross_entropy
-from fourfold.training.throughput import Throughput, flops_of, gemm_peak
+from fourfold.training.throughput import Throughput, estimated_flops, flops_of, gemm_peak
 
 
 def test_flops_of_a_gpt_are_the_formula():
@@ -25,3 +25,7 @@ def test_utilisation_is_work_over_what_all_ranks_could_do():
 def test_the_peak_is_measured_in_the_type_that_computes():
     assert gemm_peak("fp32", torch.device("cpu")) > 1e8
     assert gemm_peak("fp64", torch.device("cpu")) > 1e8
+
+
+def test_the_estimate_is_six_a_parameter_and_token():
+    assert estimated_flops(torch.nn.Linear(10, 3), tokens=7) == 6 * 33 * 7

@@ -1,11 +1,13 @@
 """The loop, for real: small runs in this process, alone and on thread ranks."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fourfold.config import Config
+from fourfold.ledger import Ledger
 from fourfold.training import checkpoint, folder
 from fourfold.training.data import synthetic
 from fourfold.training.folder import RunFolder
@@ -137,12 +139,22 @@ def test_one_rank_that_is_asked_stops_all_after_the_same_step(tmp_path, tokens):
 def test_a_loss_that_is_not_finite_ends_the_run_by_name_and_saves_nothing_over(tmp_path, tokens):
     optimizer = {"name": "sgd", "lr": 1e30, "clip": None, "decay": "constant"}
     place = begin(tmp_path, tokens, optimizer=optimizer, run={"checkpoint_every": 1})
-    with pytest.raises(StepError, match=r"step \d: loss or gradient is not finite on rank 0"):
+    with pytest.raises(StepError, match=r"step \d: .*not finite on rank 0"):
         train(place)
     taken = len(losses(place))
     newest = checkpoint.latest(place.checkpoints)
     assert newest is None or int(newest.name.rpartition("-")[2]) <= taken
     assert all(np.isfinite(loss) for loss in losses(place))
+
+
+def test_the_ledger_on_disk_holds_spans_of_a_few_warm_steps_and_every_steps_bytes(tmp_path, tokens):
+    place = begin(tmp_path, tokens, {"data": 2})
+    threads.launch(2, lambda world: Rank(place, stop=lambda: False)(world))
+    ledger = Ledger.from_dict(json.loads((place.ledger / "rank-1.json").read_text()))
+    assert [span.name for span in ledger.spans if span.lane == "step"] == ["step 2", "step 3", "step 4"]
+    assert [span.name for span in ledger.spans if span.lane == "data"] == ["rows 2 to 4"] * 3
+    assert {ledger.sent(step) for step in range(STEPS)} == {ledger.sent(0)}
+    assert ledger.sent(0) > 0
 
 
 def test_settings_of_a_log_line_are_kept(tmp_path, tokens):
