@@ -18,7 +18,9 @@ def test_claim_holds_and_its_control_fails(name):
 
 def claim(measured, control, **settings):
     words = {"system": "s", "paper": "p", "statement": "x doubles", "off": "nothing doubles"}
-    return judge("made", Claim(**words, predicted={"x": 2.0}, measure=lambda: measured, control=lambda: control, **settings))
+    return judge(
+        "made", Claim(**words, predicted={"x": 2.0}, measure=lambda: measured, control=lambda: control, **settings)
+    )
 
 
 def test_a_claim_needs_its_figure_and_a_control_that_fails():

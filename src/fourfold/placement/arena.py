@@ -122,19 +122,9 @@ class Arena:
         """The summed gradient of each trained weight's rows on this rank."""
         return [self.gradient[s.shard_start : s.shard_start + s.segment] for s in self.layout.trained_slots]
 
-    def collect(self, gradients: Sequence[Tensor | None], *, add: bool) -> None:
-        """One part: put (or add) full gradients, in the order of `trained_slots`, into `gradient`."""
-        if not add and self.layout.even and _alike(gradients, self.gradient.dtype):
-            torch.cat([g.reshape(-1) for g in gradients if g is not None], out=self.gradient)
-            return
-        for slot, gradient in zip(self.layout.trained_slots, gradients, strict=True):
-            place = self.gradient[slot.shard_start : slot.shard_start + slot.numel]
-            if gradient is None:
-                place.zero_() if not add else None
-            elif add:
-                place.add_(gradient.reshape(-1))
-            else:
-                place.copy_(gradient.reshape(-1))
+    def places(self) -> list[Tensor]:
+        """One part: where each trained weight's gradient lies in `gradient`, in its logical shape."""
+        return [self.gradient[s.shard_start : s.shard_start + s.numel].view(s.shape) for s in self.layout.trained_slots]
 
     def pack(self, gradients: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
         """Lay full gradients (in the order of `trained_slots`) out as a message [parts, layout.trained].

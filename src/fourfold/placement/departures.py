@@ -12,6 +12,10 @@ from fourfold.placement.unit import Unit
 from fourfold.plan import Events, GradientReady
 
 
+class StrayGradient(RuntimeError):
+    """A gradient that would have been lost."""
+
+
 class Departures:
     """Counts accumulated gradients, packs and scatters units in reverse execution order, announces finished ones."""
 
@@ -21,7 +25,7 @@ class Departures:
         self.events, self.overlap = events, overlap
         self.active = False
         self._awaits_edge: set[int] = set()
-        self._missing: dict[int, int] = {}
+        self._missing: dict[int, set[int]] = {}
         self._complete: set[int] = set()
         self._departed = 0
         self._last = False
@@ -35,8 +39,8 @@ class Departures:
 
     def open(self, *, last: bool) -> None:
         """A backward begins. `last`: of the step."""
-        self._missing = {unit.index: len(unit.arena.layout.trained_slots) for unit in self.order}
-        self._complete = {index for index, count in self._missing.items() if count == 0}
+        self._missing = {unit.index: set(range(len(unit.arena.layout.trained_slots))) for unit in self.order}
+        self._complete = {index for index, missing in self._missing.items() if not missing}
         self._departed, self._last, self.active = 0, last, True
 
     def left(self, unit: Unit) -> None:
@@ -52,10 +56,18 @@ class Departures:
         self.active = False
         for unit in self.order:
             unit.free()
+            stray = unit.stray()
+            if stray is not None:
+                raise StrayGradient(
+                    f"{stray}: a gradient came after the gradients of {unit.name} had left; expected one backward a "
+                    "micro-batch. Does the model call backward inside itself (reentrant checkpointing)? Use "
+                    "plan.placement.recompute instead"
+                )
 
-    def _fired(self, unit: Unit) -> None:
-        self._missing[unit.index] -= 1
-        if self._missing[unit.index] == 0 and unit.index not in self._awaits_edge:
+    def _fired(self, unit: Unit, number: int) -> None:
+        missing = self._missing[unit.index]
+        missing.discard(number)
+        if not missing and unit.index not in self._awaits_edge and unit.index not in self._complete:
             self._finish(unit)
 
     def _finish(self, unit: Unit) -> None:

@@ -22,13 +22,15 @@ class Members:
 
     Attributes:
         name: of its block or blocks.
-        blocks: module paths of its blocks; empty for what lies before or after the blocks.
+        blocks: module paths of its blocks.
+        outer: some of its weights lie before or after the blocks.
         weights: (logical name, logical shape, optimizer group).
         owners: where each parameter hangs.
     """
 
     name: str
     blocks: tuple[str, ...]
+    outer: bool = False
     weights: list[tuple[str, tuple[int, ...], str]] = field(default_factory=list)
     owners: dict[str, tuple[Owner, ...]] = field(default_factory=dict)
 
@@ -38,7 +40,9 @@ class Members:
         return sum(prod(shape) for _, shape, _ in self.weights)
 
 
-def members(model: nn.Module, anatomy: Anatomy, group: Group, *, bucket: int, itemsize: int) -> list[Members]:
+def members(
+    model: nn.Module, anatomy: Anatomy, group: Group, *, bucket: int, apart: bool, itemsize: int
+) -> list[Members]:
     """Sort every parameter into exactly one unit.
 
     A parameter tied across blocks, or between a block and the outside, belongs to what lies before the blocks: it is
@@ -48,11 +52,12 @@ def members(model: nn.Module, anatomy: Anatomy, group: Group, *, bucket: int, it
         model: on any device.
         anatomy: of the model.
         group: sorts trained parameters for the optimizer.
-        bucket: neighbouring blocks are merged until a unit has at least this many bytes.
+        bucket: neighbours are merged until a unit has at least this many bytes.
+        apart: what lies outside the blocks stays apart from them (their weights have other lifetimes).
         itemsize: bytes of an element on the wire.
     """
     owners = _owners(model)
-    before, after = Members("before the blocks", ()), Members("after the blocks", ())
+    before, after = Members("before the blocks", (), outer=True), Members("after the blocks", (), outer=True)
     blocks = {path: Members(path, (path,)) for path in anatomy.blocks}
     late = set(anatomy.after)
     for name, parameter in model.named_parameters():
@@ -64,7 +69,11 @@ def members(model: nn.Module, anatomy: Anatomy, group: Group, *, bucket: int, it
         kind = group(name, parameter) if parameter.requires_grad else FROZEN
         home.weights.append((name, tuple(parameter.shape), kind))
         home.owners[name] = owners[name]
-    units = [before, *_merge(list(blocks.values()), bucket, itemsize), after]
+    inner = list(blocks.values())
+    if apart:
+        units = [before, *_merge(inner, bucket, itemsize), after]
+    else:
+        units = _merge([before, *inner, after], bucket, itemsize)
     return [unit for unit in units if unit.weights]
 
 
@@ -95,6 +104,7 @@ def _merge(blocks: list[Members], bucket: int, itemsize: int) -> list[Members]:
             merged[-1] = Members(
                 f"{last.name} + {block.name}",
                 last.blocks + block.blocks,
+                last.outer or block.outer,
                 last.weights + block.weights,
                 {**last.owners, **block.owners},
             )

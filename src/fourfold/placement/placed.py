@@ -179,7 +179,8 @@ def place(
     itemsize = torch.empty(0, dtype=precision.message).element_size()
     axis = mesh["z"]
     sharded = options.shard == "parameters" and axis.size > 1
-    sorted_ = members(model, anatomy, group, bucket=options.bucket, itemsize=itemsize)
+    apart = sharded or precision.upcast
+    sorted_ = members(model, anatomy, group, bucket=options.message, apart=apart, itemsize=itemsize)
     units: list[Unit] = []
     for index, member in enumerate(sorted_):
         layout = Layout.of(member.weights, axis.size)
@@ -217,7 +218,7 @@ def _wrap_blocks(placed: Placed, sorted_: list[Members]) -> None:
     """Take over the blocks' forwards; what has no block is brought in around the whole forward."""
     modules = dict(placed.model.named_modules())
     for unit, member in zip(placed.units, sorted_, strict=True):
-        if not member.blocks:
+        if member.outer:
             placed._outer.append(unit)
         for number, path in enumerate(member.blocks):
             block = Block(
@@ -233,7 +234,7 @@ def _wrap_blocks(placed: Placed, sorted_: list[Members]) -> None:
             placed.blocks.append(block)
     if not placed.blocks:
         return
-    inner = [unit for unit in placed.units if unit not in placed._outer]
+    inner = list(dict.fromkeys(block.unit for block in placed.blocks))
     for block in placed.blocks:
         at = inner.index(block.unit)
         ahead = placed.options.overlap

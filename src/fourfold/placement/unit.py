@@ -55,6 +55,7 @@ class Unit:
     _scatter: tuple[Work, Tensor] | None = None
     _summed: bool = False
     _held: Tensor | None = None
+    _taken: set[int] = field(default_factory=set)
 
     # ---- the model's side
 
@@ -68,10 +69,30 @@ class Unit:
                 setattr(owner.module, owner.attribute, parameter)
         self.arena.free()
 
-    def watch(self, fired: Callable[[Unit], None]) -> None:
-        """Call `fired` whenever one of the unit's gradients has been accumulated in full."""
-        for slot in self.arena.layout.trained_slots:
-            self.parameters[slot.name].register_post_accumulate_grad_hook(lambda _: fired(self))
+    def watch(self, fired: Callable[[Unit, int], None]) -> None:
+        """Call `fired(unit, number of the weight)` whenever one of the unit's gradients has been accumulated.
+
+        Where nothing is cut, the gradient goes to its place at once, while it is in the cache.
+        """
+        places = self.arena.places() if self.arena.layout.parts == 1 else None
+        for number, slot in enumerate(self.arena.layout.trained_slots):
+            place = places[number] if places else None
+
+            def hook(parameter: Tensor, number: int = number, place: Tensor | None = place) -> None:
+                if place is not None:
+                    self._take(parameter, number, place)
+                fired(self, number)
+
+            self.parameters[slot.name].register_post_accumulate_grad_hook(hook)
+
+    def _take(self, parameter: Tensor, number: int, place: Tensor) -> None:
+        assert parameter.grad is not None
+        if self._summed or number in self._taken:
+            place.add_(parameter.grad)
+        else:
+            place.copy_(parameter.grad)
+        self._taken.add(number)
+        parameter.grad = None
 
     # ---- weights
 
@@ -166,17 +187,31 @@ class Unit:
         Args:
             last: this is the step's last micro-batch. Where gradients are held, only then is anything sent.
         """
+        if self.arena.layout.parts == 1:
+            self._complete()
+            return
         slots = self.arena.layout.trained_slots
         gradients = [self.parameters[slot.name].grad for slot in slots]
         for slot in slots:
             self.parameters[slot.name].grad = None
-        if self.arena.layout.parts == 1:
-            self.arena.collect(gradients, add=self._summed)
-            self._summed = True
-        elif self.hold:
+        if self.hold:
             self._hold(gradients, last)
         else:
             self._reduce(self.arena.pack(gradients, self.arena.precision.message))
+
+    def _complete(self) -> None:
+        """One part: the gradients are in their places; those that did not come are zero."""
+        if not self._summed and len(self._taken) < len(self.arena.layout.trained_slots):
+            for number, place in enumerate(self.arena.places()):
+                if number not in self._taken:
+                    place.zero_()
+        self._taken.clear()
+        self._summed = True
+
+    def stray(self) -> str | None:
+        """A trained weight whose gradient came after the unit's had left, if there is one."""
+        trained = (slot.name for slot in self.arena.layout.trained_slots)
+        return next((name for name in trained if self.parameters[name].grad is not None), None)
 
     def _hold(self, gradients: list[Tensor | None], last: bool) -> None:
         alone = last and self._held is None

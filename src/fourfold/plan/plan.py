@@ -33,7 +33,8 @@ class Placement:
         precision: of compute and of moving weights; master weights and the optimizer stay in fp32 (fp64: all in fp64).
         overlap: gather the next unit's weights and scatter gradients while units compute; off: the same collectives,
             waited for at once (the bits are the same).
-        bucket: smallest message in bytes; neighbouring units are merged until they reach it (0: one message a block).
+        bucket: smallest message in bytes; neighbours are merged until they reach it (0: one message a block). None:
+            4 MiB where full weights rest on every rank, one message a block where parameters are sharded.
     """
 
     data: int = 1
@@ -42,7 +43,7 @@ class Placement:
     recompute: str = "none"
     precision: str = "fp32"
     overlap: bool = True
-    bucket: int = 0
+    bucket: int | None = None
 
     def __post_init__(self) -> None:
         for axis in ("data", "z"):
@@ -57,13 +58,22 @@ class Placement:
                 raise PlanError(f"plan.placement.{name}: expected one of {', '.join(allowed)}, found {value!r}{hint}")
         if not isinstance(self.overlap, bool):
             raise PlanError(f"plan.placement.overlap: expected true or false, found {self.overlap!r}")
-        if not isinstance(self.bucket, int) or isinstance(self.bucket, bool) or self.bucket < 0:
+        if self.bucket is not None and (
+            not isinstance(self.bucket, int) or isinstance(self.bucket, bool) or self.bucket < 0
+        ):
             raise PlanError(f"plan.placement.bucket: expected a number of bytes of at least 0, found {self.bucket!r}")
         if self.shard == "none" and self.z > 1:
             raise PlanError(
                 f"plan.placement.z: z = {self.z} cuts weights, but shard is 'none'; "
                 f"say shard: optimizer, gradients or parameters, or use data: {self.z} for plain replicas"
             )
+
+    @property
+    def message(self) -> int:
+        """Smallest message in bytes."""
+        if self.bucket is not None:
+            return self.bucket
+        return 0 if self.shard == "parameters" else 4 << 20
 
     @property
     def world(self) -> int:

@@ -78,7 +78,8 @@ def forecast(subject: Subject | Traces, cluster: Cluster, plan: Plan) -> Forecas
     settings = Settings(max(1, rows), str(types.compute).removeprefix("torch."), placement.recompute)
     tape = traces.tape(settings)
     places = {path: place for place, path in enumerate(tape.blocks)}
-    units = parcels(traces.units(placement.bucket, types.message.itemsize), places, placement, types)
+    apart = types.upcast or (placement.shard == "parameters" and placement.z > 1)
+    units = parcels(traces.units(placement.message, apart, types.message.itemsize), places, placement, types)
     states = OPTIMIZER_STATES[traces.subject.optimizer]
     account = memory.Simulation(
         memory.Job(

@@ -8,7 +8,7 @@ weights, messages) come and go around its segments, as `placement` does it:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fourfold.ledger.ledger import MEMORY
@@ -53,6 +53,7 @@ class Parcel:
         master, message, compute: bytes of an element at rest in the shard, on the wire, in compute.
         resident: full weights rest on every rank.
         hold: gradients stay whole until the last micro-batch.
+        outer: some of its weights lie before or after the blocks.
     """
 
     layout: Layout
@@ -62,6 +63,7 @@ class Parcel:
     compute: int
     resident: bool
     hold: bool
+    outer: bool = False
 
     @property
     def shared(self) -> bool:
@@ -148,9 +150,24 @@ def _numel(shape: Sequence[int]) -> int:
     return product
 
 
-def _play(account: Account, tape: Tape, segment: Segment, workspace: Sequence[int], gradients: dict[int, int]) -> None:
-    """Let a segment's storages come and go. `gradients` collects, by place, the bytes of finished gradients."""
+def _play(
+    account: Account,
+    tape: Tape,
+    segment: Segment,
+    workspace: Sequence[int],
+    gradients: dict[int, int],
+    taken: Callable[[int], bool] = lambda place: False,
+) -> None:
+    """Let a segment's storages come and go.
+
+    Args:
+        gradients: collects, by place, the bytes of finished gradients.
+        taken: gradients of this place go to the flat gradient, and away, as soon as they are there.
+    """
+    fresh = 0
     for event in segment.events:
+        account.hold(GRADIENTS, -fresh)
+        fresh = 0
         if event.kind == "op":
             account.touch(WORKSPACE, workspace[event.number])
             continue
@@ -160,7 +177,11 @@ def _play(account: Account, tape: Tape, segment: Segment, workspace: Sequence[in
         account.hold(category, storage.nbytes if event.kind == "+" else -storage.nbytes)
         if storage.gradient_of is not None:
             signed = storage.nbytes if event.kind == "+" else -storage.nbytes
-            gradients[storage.gradient_of] = gradients.get(storage.gradient_of, 0) + signed
+            if event.kind == "+" and storage.gradient_of == segment.place and taken(segment.place):
+                fresh = signed
+            else:
+                gradients[storage.gradient_of] = gradients.get(storage.gradient_of, 0) + signed
+    account.hold(GRADIENTS, -fresh)
 
 
 class Simulation:
@@ -173,6 +194,7 @@ class Simulation:
         self.flying: set[int] = set()
         self.departed: set[int] = set()
         self.pending: int = 0
+        self.summed = False
         self.home = {place: number for number, parcel in enumerate(job.parcels) for place in parcel.places}
         self.blocks = sorted(self.home)
         self.gradients: dict[int, int] = {}
@@ -183,6 +205,7 @@ class Simulation:
         self._rest()
         count = min(self.job.microbatches, 3)
         for number in range(count):
+            self.summed = number > 0
             self._microbatch(last=number == count - 1)
         return self.account
 
@@ -205,7 +228,7 @@ class Simulation:
         for segment in self.job.tape.segments:
             self.account.doing = doing(self.job.tape, segment)
             self._enter(segment)
-            _play(self.account, self.job.tape, segment, self.job.workspace, self.gradients)
+            _play(self.account, self.job.tape, segment, self.job.workspace, self.gradients, self._taken)
             self._leave(segment, last)
         for number in reversed(range(len(self.job.parcels))):
             self._depart(number, last)
@@ -238,7 +261,9 @@ class Simulation:
             self._free(unit)
         if segment.phase == BACKWARD and segment.place == min(places):
             self._free(unit)
-            for number in range(len(self.job.parcels) - 1, unit - 1, -1):
+            # What also holds weights before the blocks is not complete yet.
+            early = unit + 1 if self._unit(-1) == unit else unit
+            for number in range(len(self.job.parcels) - 1, early - 1, -1):
                 self._depart(number, last)
 
     # ---- weights
@@ -283,8 +308,10 @@ class Simulation:
             self._accumulate(unit, parcel, last)
         else:
             self.account.hold(BUFFERS, parcel.packed)
-            self._drop(unit, parcel)
-            self._send(parcel.packed * (1 + self.job.receive))
+            self._drop(unit)
+            # A sum that is added to an earlier micro-batch's lies beside it until then.
+            beside = parcel.layout.trained * parcel.master if self.summed and parcel.packed else 0
+            self._send(parcel.packed * (1 + self.job.receive) + beside)
             self.account.hold(BUFFERS, -parcel.packed)
 
     def _accumulate(self, unit: int, parcel: Parcel, last: bool) -> None:
@@ -293,7 +320,7 @@ class Simulation:
         if unit not in self.kept and last:
             whole = parcel.packed
         self.account.hold(GRADIENTS, whole)
-        self._drop(unit, parcel)
+        self._drop(unit)
         if unit in self.kept:
             self.account.hold(GRADIENTS, -whole)
         else:
@@ -302,16 +329,20 @@ class Simulation:
             self._send(parcel.packed * (1 + self.job.receive))
             self.account.hold(GRADIENTS, -self.kept.pop(unit))
 
-    def _drop(self, unit: int, parcel: Parcel) -> None:
-        places = parcel.places or [place for place in self.gradients if self._outside(place) == unit]
-        for place in places:
-            self.account.hold(GRADIENTS, -self.gradients.pop(place, 0))
+    def _drop(self, unit: int) -> None:
+        for place in [place for place in self.gradients if self._unit(place) == unit]:
+            self.account.hold(GRADIENTS, -self.gradients.pop(place))
 
-    def _outside(self, place: int) -> int | None:
-        """The unit of what lies before (first) or after (last) the blocks."""
+    def _taken(self, place: int) -> bool:
+        """Gradients of this place go to their places in the flat gradient at once: nothing is cut."""
+        unit = self._unit(place)
+        return unit is not None and self.job.parcels[unit].layout.parts == 1
+
+    def _unit(self, place: int) -> int | None:
+        """The unit of a block, or of what lies before (first) or after (last) the blocks."""
         if place in self.home:
-            return None
-        outer = [number for number, parcel in enumerate(self.job.parcels) if not parcel.places]
+            return self.home[place]
+        outer = [number for number, parcel in enumerate(self.job.parcels) if parcel.outer]
         return (outer[0] if place < 0 else outer[-1]) if outer else None
 
     def _send(self, nbytes: int) -> None:

@@ -24,7 +24,7 @@ def parcels(units: list[Any], places: dict[str, int], placement: Placement, type
     """The units of `traces.Traces.units`, cut over z.
 
     Args:
-        units: as [name, blocks, [weight, shape, group]].
+        units: as [name, blocks, [weight, shape, group], outer].
         places: number of each block in execution order.
     """
     sharded = placement.shard == "parameters" and placement.z > 1
@@ -37,6 +37,7 @@ def parcels(units: list[Any], places: dict[str, int], placement: Placement, type
             compute=types.compute.itemsize,
             resident=not sharded,
             hold=placement.shard == "optimizer",
+            outer=outer,
         )
-        for _, blocks, weights in units
+        for _, blocks, weights, outer in units
     )

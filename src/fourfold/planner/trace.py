@@ -56,14 +56,16 @@ class Settings:
     short: bool = True
 
 
-def outline(subject: Subject, *, bucket: int = 0, itemsize: int = 1) -> dict[str, Any]:
+def outline(subject: Subject, *, bucket: int = 0, apart: bool = True, itemsize: int = 1) -> dict[str, Any]:
     """What the subject's model is, from one forward without values, as plain JSON."""
     model = _built(subject, real=False)
     anatomy = survey(model, subject.loss, subject.batch)
-    units = members(model, anatomy, lambda name, weight: "weights", bucket=bucket, itemsize=itemsize)
+    units = members(model, anatomy, lambda name, weight: "weights", bucket=bucket, apart=apart, itemsize=itemsize)
     return {
         "anatomy": dataclasses.asdict(anatomy),
-        "units": [[unit.name, list(unit.blocks), [list(weight) for weight in unit.weights]] for unit in units],
+        "units": [
+            [unit.name, list(unit.blocks), [list(weight) for weight in unit.weights], unit.outer] for unit in units
+        ],
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "inputs": _inputs(subject, model, anatomy.blocks),
     }

@@ -32,14 +32,14 @@ class Traces:
         """Why cheaper ways did not run."""
         self._outline: dict[str, Any] | None = None
         self._way = 0
-        self._merged: dict[tuple[int, int], list[Any]] = {}
+        self._merged: dict[tuple[int, bool, int], list[Any]] = {}
         self._workspace: dict[Settings, list[int]] = {}
         self._pairs: dict[Settings, list[dict[str, Any]]] = {}
         self._tapes: dict[Settings, Tape] = {}
 
     @property
     def outline(self) -> dict[str, Any]:
-        """What the model is: "anatomy", and "units" as [name, blocks, [weight, shape, group]] in execution order.
+        """What the model is: "anatomy", and "units" as [name, blocks, [weight, shape, group], outer] in order.
 
         Raises:
             TraceError: it runs in no way.
@@ -61,13 +61,14 @@ class Traces:
         frozen = {name: _frozen(value) for name, value in plain.items() if name in names}
         return Anatomy(**frozen)
 
-    def units(self, bucket: int, itemsize: int) -> list[Any]:
+    def units(self, bucket: int, apart: bool, itemsize: int) -> list[Any]:
         """The placement's units, as in `outline`, with neighbours merged up to `bucket` bytes."""
         if not bucket:
             return self.outline["units"]
-        key = (bucket, itemsize)
+        key = (bucket, apart, itemsize)
         if key not in self._merged:
-            self._merged[key] = isolated(lambda: outline(self.subject, bucket=bucket, itemsize=itemsize)["units"])
+            about: dict[str, Any] = {"bucket": bucket, "apart": apart, "itemsize": itemsize}
+            self._merged[key] = isolated(lambda: outline(self.subject, **about)["units"])
         return self._merged[key]
 
     def tape(self, settings: Settings) -> Tape:

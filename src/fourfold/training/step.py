@@ -18,14 +18,14 @@ from fourfold.randomness import Position
 from fourfold.schedule import Action, Inline, Program, Shape, bind, drive, validate
 from fourfold.training.batch import Batch
 from fourfold.training.optimizer import Optimizer
-from fourfold.wire import Axis, Mesh, formulas
+from fourfold.wire import Axis, Mesh, Work, formulas
 
 Loss = Callable[[nn.Module, dict[str, Tensor]], tuple[Tensor, Tensor | int]]
 """`loss(model, batch) -> (sum, count)`: calls the model itself, sums over tokens or rows, says how many there were."""
 
 
-_CONTROL = 5
-"""Numbers that ranks tell each other at the end of a step: loss, count, share of the norm, digest, stop."""
+_CONTROL = 4
+"""Numbers that ranks tell each other in a step: loss, count, digest, stop."""
 
 
 class StepError(RuntimeError):
@@ -113,32 +113,56 @@ class Step:
     def _backward(self, action: Action) -> None:
         output, self._output = self._output, None
         assert output is not None
-        self.placed.backward(output, last=action.microbatches.stop == self.microbatches)
+        last = action.microbatches.stop == self.microbatches
+        if last:
+            self._told = self._tell()
+        self.placed.backward(output, last=last)
+
+    def _tell(self) -> tuple[Work, Tensor]:
+        """Begin to tell the other ranks what this step came to; it travels during the last backward."""
+        mine = [self._sums.loss, self._sums.count, float(self.mesh.digest()), float(self._stop)]
+        told = torch.tensor(mine, dtype=torch.float64, device=self.device)
+        every = told.new_empty(self.everyone.size, len(mine))
+        return self.everyone.all_gather(every, told, "control"), every
 
     def _update(self, action: Action) -> None:
         self.rule.finish()
-        options = self.optimizer.options
-        order = float(options.clip_norm)
-        clipped = options.clip is not None
-        share_of_norm = self.placed.norm_share(order) if clipped else 0.0
-        mine = [self._sums.loss, self._sums.count, share_of_norm, float(self.mesh.digest() % 2**52), float(self._stop)]
-        ranks = self.everyone.collect(mine)
+        work, every = self._told
+        work.wait()
+        ranks = every.tolist()
         loss, count = self._agreed(ranks)
-        gradient_norm = None
+        gradient_norm = self._norm(count)
         factor = 1.0 / count
-        if clipped:
-            shards = [rank[2] for rank in ranks[: self.mesh["z"].size]]
-            gradient_norm = norm.total(shards, order) / count
-            factor *= norm.coefficient(gradient_norm, options.clip)
+        if gradient_norm is not None:
+            factor *= norm.coefficient(gradient_norm, self.optimizer.options.clip)
         for gradient in self.placed.gradients:
             gradient.mul_(factor)
         self.optimizer.step(self.optimizer.rate(self._number))
         self.placed.refresh()
-        self._outcome = (loss / count, count, gradient_norm, any(rank[4] for rank in ranks))
+        self._outcome = (loss / count, count, gradient_norm, any(rank[3] for rank in ranks))
+
+    def _norm(self, count: float) -> float | None:
+        """The norm of the whole gradient, if it is to be clipped."""
+        options = self.optimizer.options
+        if options.clip is None:
+            return None
+        order = float(options.clip_norm)
+        # Shards are disjoint over z; over data they are the same.
+        shares = self.mesh["z"].collect([self.placed.norm_share(order)])
+        found = norm.total([share[0] for share in shares], order) / count
+        if not math.isfinite(found):
+            raise StepError(self._not_finite("gradient", [i for i, s in enumerate(shares) if not math.isfinite(s[0])]))
+        return found
+
+    def _not_finite(self, what: str, ranks: list[int]) -> str:
+        return (
+            f"step {self._number}: the {what} is not finite on rank {', '.join(map(str, ranks))}; nothing was updated. "
+            "Lower optimizer.lr, set optimizer.clip, or look at this step's batch"
+        )
 
     def _agreed(self, ranks: list[list[float]]) -> tuple[float, float]:
         """The global sums, once it is certain that all ranks did the same and that the numbers are numbers."""
-        digests = [rank[3] for rank in ranks]
+        digests = [rank[2] for rank in ranks]
         if len(set(digests)) > 1:
             odd = [index for index, digest in enumerate(digests) if digests.count(digest) <= len(digests) // 2]
             raise StepError(
@@ -146,14 +170,8 @@ class Step:
                 "expected every rank to run the same. Is there rank-dependent control flow in the model or the loss?"
             )
         broken = [index for index, rank in enumerate(ranks) if not math.isfinite(rank[0])]
-        what = "loss" if broken else "gradient"
-        broken = broken or [index for index, rank in enumerate(ranks) if not math.isfinite(rank[2])]
         if broken:
-            raise StepError(
-                f"step {self._number}: the {what} is not finite on rank {', '.join(map(str, broken))} "
-                f"(loss {', '.join(str(ranks[index][0]) for index in broken)}); nothing was updated. "
-                "Lower optimizer.lr, set optimizer.clip, or look at this step's batch"
-            )
+            raise StepError(self._not_finite("loss", broken))
         loss, count = math.fsum(rank[0] for rank in ranks), math.fsum(rank[1] for rank in ranks)
         if count == 0:
             raise StepError(f"step {self._number}: no token counted on any rank; every target is ignored in this batch")
@@ -169,4 +187,7 @@ class Step:
         if size > 1:
             told = formulas.all_gather(size, size * _CONTROL * 8)
             ledger.send(self.everyone.name, "control", "all_gather", told)
+        parts = self.mesh["z"].size
+        if parts > 1 and self.optimizer.options.clip is not None:
+            ledger.send("z", "control", "all_gather", formulas.all_gather(parts, parts * 8))
         return ledger
