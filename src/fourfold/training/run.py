@@ -272,6 +272,11 @@ class Run:
         return self._step or self._place(batch(range(1)))
 
     def _place(self, example: dict[str, Tensor]) -> Step:
+        with self._outside_of_steps():
+            self._step = self._placed_by(example)
+        return self._step
+
+    def _placed_by(self, example: dict[str, Tensor]) -> Step:
         anatomy = survey(self.model, self.loss, example)
         events = Events()
         weights = self._weights or _own_weights(self.model, self.mesh)
@@ -288,10 +293,7 @@ class Run:
         )
         rule: Rule = self.plan.sync.module.Rule(self.plan.sync.options, self.mesh["data"], events, _codec(self.plan))
         optimizer = build(self.options, placed.shards)
-        self._step = Step(
-            placed, rule, optimizer, self.loss, self.mesh, self.ledger, self.plan.schedule, self.seed, device
-        )
-        return self._step
+        return Step(placed, rule, optimizer, self.loss, self.mesh, self.ledger, self.plan.schedule, self.seed, device)
 
 
 def _codec(plan: Plan) -> Codec | None:

@@ -90,7 +90,9 @@ class Step:
         self._number, self._batch, self._stop = number, batch, stop
         self._sums, self._output = _Sums(), None
         self.placed.begin()
-        drive(self.program, self._machine)
+        timeline = drive(self.program, self._machine)
+        if self.ledger.recording:
+            self.ledger.spans += timeline.spans()
         loss, count, gradient_norm, stopping = self._outcome
         return StepResult(number, loss, int(count), gradient_norm, time.perf_counter() - began, stopping)
 
