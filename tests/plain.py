@@ -65,6 +65,8 @@ class Outcome:
     norms: list[float | None] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    moments: dict[str, Tensor] = field(default_factory=dict)
+    """Of the optimizer, under "exp_avg.<weight>" and the like; filled by `serial` alone."""
     predicted: dict[Flow, Traffic] = field(default_factory=dict)
     measured: dict[Flow, Traffic] = field(default_factory=dict)
 
@@ -117,6 +119,9 @@ def serial(work: Work) -> Outcome:
             outcome.gradients[name] = (
                 torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             ).clone()
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    for name, state in zip(trained, optimizer.state_dict(), strict=True):
+        outcome.moments |= {f"{kind}.{name}": state[kind].clone() for kind in optimizer.state_names}
     return outcome
 
 

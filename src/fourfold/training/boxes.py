@@ -14,8 +14,13 @@ from fourfold.training.optimizer import Optimizer
 from fourfold.training.step import Step
 
 
-def boxes_of(step: Step) -> list[Box]:
-    """This rank's boxes. On ranks of one replica they cover every logical element exactly once."""
+def boxes_of(step: Step, *, buffers: bool) -> list[Box]:
+    """This rank's boxes of weights and optimizer state: on ranks of one replica they cover every element exactly once.
+
+    Args:
+        step: whose model and optimizer.
+        buffers: with the buffers, of which every rank holds all: one rank writes them, and all read them.
+    """
     placed = step.placed
     boxes = list(_weights(placed))
     states = iter(step.optimizer.state_dict())
@@ -24,9 +29,19 @@ def boxes_of(step: Step) -> list[Box]:
         for kind, flat in state.items():
             if flat.shape == shard.parameter.shape and kind in step.optimizer.state_names:
                 boxes += [_box(f"optimizer.{kind}.{piece.name}", piece, flat) for piece in shard.pieces]
-    if step.mesh["z"].index == 0:
+    if buffers:
         boxes += [Box.whole(f"buffer.{name}", buffer) for name, buffer in _buffers(placed)]
     return boxes
+
+
+def names_of(step: Step) -> set[str]:
+    """The names of all ranks' boxes: of a weight without dims, which cannot be cut, only one rank has a box."""
+    layouts = [unit.arena.layout for unit in step.placed.units]
+    names = {f"buffer.{name}" for name, _ in _buffers(step.placed)}
+    names |= {f"model.{slot.name}" for layout in layouts for slot in layout.slots}
+    for kind in step.optimizer.state_names:
+        names |= {f"optimizer.{kind}.{slot.name}" for layout in layouts for slot in layout.trained_slots}
+    return names
 
 
 def _weights(placed: Placed) -> Iterator[Box]:

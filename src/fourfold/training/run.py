@@ -20,7 +20,7 @@ from fourfold.plan import Codec, Events, Plan, Rule
 from fourfold.plan.technique import Technique
 from fourfold.training import checkpoint
 from fourfold.training.batch import Batch, batch_of
-from fourfold.training.boxes import boxes_of, scalars_of, set_scalars
+from fourfold.training.boxes import boxes_of, names_of, scalars_of, set_scalars
 from fourfold.training.optimizer import Optimizer, OptimizerOptions, build, group_of
 from fourfold.training.step import Loss, Step, StepResult
 from fourfold.wire import Mesh, World, join
@@ -218,7 +218,7 @@ class Run:
         self._saving = checkpoint.save(
             path,
             self.number,
-            boxes_of(self._taken),
+            boxes_of(self._taken, buffers=self.mesh["z"].index == 0),
             self.state_dict() | {"extra": extra},
             rank=self.world.rank,
             writers=writers,
@@ -228,8 +228,16 @@ class Run:
         return self._saving
 
     def load(self, path: str | Path) -> Any:
-        """Continue from a checkpoint written under any plan. Returns what was saved as `extra`."""
-        state = checkpoint.load(Path(path), boxes_of(self._taken))
+        """Continue from a checkpoint written under any plan. Returns what was saved as `extra`.
+
+        Raises:
+            RunError: it was written with another seed.
+            CheckpointError: it is damaged, or of another model or optimizer. Nothing has been changed then, unless
+                bytes on the disk are not those that were saved.
+        """
+        path = Path(path)
+        self._check_seed(checkpoint.load(path, [], strict=False))
+        state = checkpoint.load(path, boxes_of(self._taken, buffers=True), expected=names_of(self._taken))
         self.load_state_dict(state)
         for unit in self.placed.units:
             unit.refresh(whole=True)
@@ -251,14 +259,17 @@ class Run:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` gave."""
+        self._check_seed(state)
+        self.number = int(state["number"])
+        set_scalars(self._taken.optimizer, state["optimizer"])
+        self._taken.rule.load_state_dict(state["sync"])
+
+    def _check_seed(self, state: Mapping[str, Any]) -> None:
         if state["seed"] != self.seed:
             raise RunError(
                 f"checkpoint was written with seed {state['seed']}, this run has seed {self.seed}: its random numbers "
                 f"would not continue; set seed: {state['seed']}"
             )
-        self.number = int(state["number"])
-        set_scalars(self._taken.optimizer, state["optimizer"])
-        self._taken.rule.load_state_dict(state["sync"])
 
     # ---- placing
 
