@@ -51,13 +51,17 @@ def train(
     json
         Print the result as JSON on stdout, and everything else on stderr.
     """
-    from fourfold.cli.settings import blaming, load
+    from fourfold.cli.settings import blaming, load, speaks
 
     loaded = load(config, [*overrides, *(["run.resume=true"] if resume else [])])
     with printing(json), blaming(loaded):
+        from fourfold.cli.trained import Trained
         from fourfold.training.launch import train as run
 
-        result = run(loaded)
+        outcome = run(loaded)
+        if not speaks():
+            return 0 if outcome.ok else 1
+        result = Trained.of(outcome)
     return show(result, json)
 
 
@@ -77,9 +81,9 @@ def verify(
     Parameters
     ----------
     config
-        A YAML or TOML file; see examples/.
+        A YAML or TOML file (see examples/), or a run's folder: then its config is verified, and its report shows it.
     overrides
-        Settings laid over the file, each value as in TOML: plan.placement.data=2.
+        Settings laid over a file, each value as in TOML: plan.placement.data=2.
     steps
         Optimizer steps to compare.
     backend
@@ -87,14 +91,18 @@ def verify(
     json
         Print the result as JSON on stdout, and everything else on stderr.
     """
-    from fourfold.cli.settings import blaming, load, positive
+    from fourfold.cli.settings import blaming, load_run_or_config, positive
 
     positive("--steps", steps)
-    loaded = load(config, overrides)
+    loaded, folder = load_run_or_config(config, overrides)
     with printing(json), blaming(loaded):
         from fourfold.verify import verify as compare
 
         result = compare(loaded, steps=steps, backend=backend)
+        if folder is not None:
+            from fourfold.cli.verified import keep
+
+            keep(folder, result)
     return show(result, json)
 
 
@@ -159,7 +167,14 @@ def report(run: str, /, *, json: Json = False) -> int:
 
 
 @app.command
-def export(run: str, folder: str, /, *, json: Json = False) -> int:
+def export(
+    run: str,
+    folder: str,
+    /,
+    *,
+    overwrite: Annotated[bool, Parameter(negative="")] = False,
+    json: Json = False,
+) -> int:
     """Write a run's newest checkpoint as Hugging Face safetensors, which transformers loads.
 
     Parameters
@@ -168,6 +183,8 @@ def export(run: str, folder: str, /, *, json: Json = False) -> int:
         The run's folder.
     folder
         Where to write.
+    overwrite
+        Replace what an earlier export wrote there.
     json
         Print the result as JSON on stdout, and everything else on stderr.
     """
@@ -177,7 +194,7 @@ def export(run: str, folder: str, /, *, json: Json = False) -> int:
     with printing(json):
         from fourfold.training.export import export as write
 
-        result = write(source, folder)
+        result = write(source, folder, overwrite=overwrite)
     return show(result, json)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,27 @@ def load(path: str, overrides: Iterable[str]) -> Loaded:
         ConfigError: everything that is wrong, each with its origin.
     """
     return load_config(path, overrides, (plan_problems, missing, hardware_problems))
+
+
+def load_run_or_config(path: str, overrides: Sequence[str]) -> tuple[Loaded, Path | None]:
+    """A config file, or that of a run's folder, with the folder.
+
+    Raises:
+        ConfigError: as `load`; or settings were given for a run, which is what it was.
+    """
+    if not Path(path).is_dir():
+        return load(path, overrides), None
+    if overrides:
+        text = (
+            f"a run is looked at as it was run, found {' '.join(overrides)}; name {Path(path) / 'config.yaml'} instead"
+        )
+        raise ConfigError([Problem("command line", "", text)])
+    return load(str(Path(path) / "config.yaml"), ()), Path(path)
+
+
+def speaks() -> bool:
+    """This process tells what a run came to: under torchrun the first rank does, for all."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def load_any(arguments: Sequence[str]) -> Loaded:

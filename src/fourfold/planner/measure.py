@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -9,6 +10,9 @@ from typing import Any, NamedTuple
 from torch.profiler import ProfilerActivity, profile
 
 from fourfold import torch_private
+
+# Torch's profiler announces every start and stop on stderr, unless it is told otherwise before it starts first.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
 class Peak(NamedTuple):

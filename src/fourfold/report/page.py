@@ -106,6 +106,7 @@ def render(run: Recorded, differences: tuple[Difference, ...], *, has_trace: boo
         memory=tables.memory(run.ledgers, run.forecast),
         process_memory=[record["memory"] for record in run.of("step") if "memory" in record],
         differences=differences,
+        interval=interval(run),
         sample=run.last("sample").get("text") or run.last("end").get("sample"),
         trace=TRACE if has_trace else None,
     )
@@ -141,6 +142,30 @@ def _typical(run: Recorded, measure: str) -> float | None:
     """The median over the journalled steps; None where none says it."""
     values = [record[measure] for record in run.of("step") if record.get(measure) is not None]
     return median(values) if values else None
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Seconds of a step: the forecast between its ends, and the median of what was measured."""
+
+    low: float
+    likely: float
+    high: float
+    measured: float
+
+    @property
+    def inside(self) -> bool:
+        """The measured time lies in the forecast's interval."""
+        return self.low <= self.measured <= self.high
+
+
+def interval(run: Recorded) -> Interval | None:
+    """The time forecast beside the run; None where one of them is missing."""
+    notes, measured = run.forecast.notes if run.forecast else {}, _typical(run, "seconds")
+    low, high = notes.get("step seconds at best"), notes.get("step seconds at worst")
+    if measured is None or low is None or high is None:
+        return None
+    return Interval(low, notes["step seconds"], high, measured)
 
 
 def losses(run: Recorded) -> Chart | None:

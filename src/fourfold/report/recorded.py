@@ -27,7 +27,8 @@ class Recorded:
         path: the run folder.
         records: of the journal, in order.
         ledgers: measured, by rank.
-        forecast: of one step of rank 0; None without one.
+        forecast: of one step of rank 0: the planner's, and for control traffic the run's own formulas, which stand in
+            where nothing was forecast; None without either.
         verdict: what `fourfold verify` found; empty if it was not run.
         config: the resolved configuration, as text.
         plan: None where the configuration holds none that can be read.
@@ -67,12 +68,11 @@ def read(path: Path) -> Recorded:
         records = tuple(journal.read(folder.journal))
         measured = sorted(folder.ledger.glob("rank-*.json"))
         ledgers = [Ledger.from_dict(_mapping(file)) for file in measured]
-        forecast = folder.ledger / "forecast.json"
         return Recorded(
             path=path,
             records=records,
             ledgers={ledger.rank: ledger for ledger in ledgers},
-            forecast=Ledger.from_dict(_mapping(forecast)) if forecast.is_file() else None,
+            forecast=_forecast(folder.ledger),
             verdict=_mapping(path / "verify.json"),
             config=folder.config.read_text(encoding="utf-8") if folder.config.is_file() else "",
             plan=_plan(folder.config),
@@ -90,6 +90,18 @@ def _mapping(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ReportError(f"{path}: expected a JSON object, found {type(value).__name__}")
     return value
+
+
+def _forecast(folder: Path) -> Ledger | None:
+    """What the planner said before the run, and what only a placed run can say."""
+    planned, formulas = _mapping(folder / "forecast.json"), _mapping(folder / "formulas.json")
+    if not planned:
+        return Ledger.from_dict(formulas) if formulas else None
+    forecast = Ledger.from_dict(planned)
+    if formulas:
+        told = Ledger.from_dict(formulas).traffic()
+        forecast.traffic(forecast.step).update({flow: one for flow, one in told.items() if flow.kind == "control"})
+    return forecast
 
 
 def _plan(path: Path) -> Plan | None:

@@ -9,6 +9,11 @@ from dataclasses import dataclass, replace
 from fourfold.ledger import Difference, Flow, Ledger, Traffic
 from fourfold.ledger.ledger import MEMORY
 
+RESTING = ("parameters", "optimizer")
+"""Categories that a run knows to the byte; the rest of its peak is measured as one number."""
+REST = "gradients, activations and buffers"
+PEAK = "peak"
+
 
 @dataclass(frozen=True)
 class Split:
@@ -89,10 +94,16 @@ def matrix(ledgers: Mapping[int, Ledger], forecast: Ledger | None) -> list[Row]:
 
 
 def memory(ledgers: Mapping[int, Ledger], forecast: Ledger | None) -> dict[str, list[int | None]]:
-    """Peak bytes by category: one number a rank, in rank order, then the forecast (None: not recorded)."""
-    known = {category for ledger in (*ledgers.values(), forecast) if ledger for category in ledger.memory}
-    order = [*(category for category in MEMORY if category in known), *sorted(known - set(MEMORY))]
+    """Peak bytes by category: one number a rank, in rank order, then the forecast (None: not recorded).
+
+    Where a peak was measured, what a run cannot tell apart is one row, in the forecast too, and the rows add up to the
+    last one, the peak.
+    """
     columns = [*(ledgers[rank] for rank in sorted(ledgers)), forecast]
+    if any(_told(ledger) for ledger in ledgers.values()):
+        columns = [_folded(ledger) if ledger else None for ledger in columns]
+    known = {category for ledger in columns if ledger for category in ledger.memory}
+    order = [*(category for category in MEMORY if category in known), *sorted(known - set(MEMORY))]
     return {category: [ledger.memory.get(category) if ledger else None for ledger in columns] for category in order}
 
 
@@ -109,14 +120,28 @@ def comparison(
     if forecast is None or not ledgers:
         return []
     measured = ledgers[min(ledgers)]
-    both = forecast.memory.keys() & measured.memory.keys()
-    mine = replace(forecast, memory={category: forecast.memory[category] for category in both})
-    theirs = replace(
-        measured, step=last_step(measured), memory={category: measured.memory[category] for category in both}
-    )
+    mine, theirs = (forecast, measured) if not _told(measured) else (_folded(forecast), _folded(measured))
+    both = mine.memory.keys() & theirs.memory.keys()
+    mine = replace(mine, memory={category: mine.memory[category] for category in both})
+    theirs = replace(theirs, step=last_step(theirs), memory={category: theirs.memory[category] for category in both})
     if seconds is not None:
         theirs = replace(theirs, notes={**theirs.notes, "step seconds": seconds})
     return mine - theirs
+
+
+def _told(ledger: Ledger) -> bool:
+    """The ledger knows its peak, and the categories that rest."""
+    return "memory peak" in ledger.notes and all(category in ledger.memory for category in RESTING)
+
+
+def _folded(ledger: Ledger) -> Ledger:
+    """The same ledger with the categories of its memory that a run cannot tell apart put together, and its peak."""
+    if not _told(ledger):
+        return ledger
+    resting = {category: ledger.memory[category] for category in RESTING}
+    peak = round(ledger.notes["memory peak"])
+    notes = {note: value for note, value in ledger.notes.items() if note != "memory peak"}
+    return replace(ledger, memory={**resting, REST: peak - sum(resting.values()), PEAK: peak}, notes=notes)
 
 
 def last_step(ledger: Ledger) -> int:

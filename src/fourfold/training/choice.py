@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
@@ -69,7 +69,7 @@ def _given(config: Config, plan: Plan) -> Choice:
     except (TraceError, ForecastError) as error:
         return Choice(plan, (f"plan: {plan} (given)", f"no forecast: {error}"))
     bound = (f"forecast: this plan does not fit: {forecast.bound}",) if forecast.bound else ()
-    return Choice(plan, (f"plan: {plan} (given)", _figures(forecast), *bound), forecast.ledger)
+    return Choice(plan, (f"plan: {plan} (given)", _figures(forecast), *bound), _noted(forecast))
 
 
 def _planned(config: Config, workers: int) -> Choice:
@@ -84,11 +84,17 @@ def _planned(config: Config, workers: int) -> Choice:
         )
     best = fitting[0]
     reason = f"the fastest of {len(fitting)} plans that fit {workers} workers, of {len(outlook.forecasts)} looked at"
-    return Choice(best.plan, (f"plan: {best.plan} (chosen: {reason})", _figures(best)), best.ledger)
+    return Choice(best.plan, (f"plan: {best.plan} (chosen: {reason})", _figures(best)), _noted(best))
 
 
 def _cluster(config: Config, workers: int) -> Cluster:
     return here(workers) if config.hardware == "here" else Cluster.parse(config.hardware)
+
+
+def _noted(forecast: Forecast) -> Ledger:
+    """The forecast's ledger, with the ends of its interval of seconds: a report tells whether a run fell into it."""
+    ends = {"step seconds at best": forecast.low, "step seconds at worst": forecast.high}
+    return replace(forecast.ledger, notes=forecast.ledger.notes | ends)
 
 
 def _figures(forecast: Forecast) -> str:

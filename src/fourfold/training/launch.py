@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from fourfold.config import Config, Loaded
 from fourfold.ledger import Ledger
@@ -16,10 +15,10 @@ from fourfold.plan import Plan
 from fourfold.training import checkpoint, failure, folder, subject
 from fourfold.training.agent import Agent
 from fourfold.training.choice import Choice, choose
-from fourfold.training.data import prepare
+from fourfold.training.data import Prepared, prepare
 from fourfold.training.folder import RunFolder
 from fourfold.training.outcome import TrainOutcome
-from fourfold.training.progress import Screen, screen
+from fourfold.training.progress import Screen, busy, say, screen
 from fourfold.training.stop import Stop
 from fourfold.training.supervisor import Supervisor
 from fourfold.training.trainer import Ending
@@ -46,7 +45,8 @@ def train(loaded: Loaded) -> TrainOutcome:
     config = loaded.config
     if "RANK" in os.environ:
         return _joined(config)
-    choice = choose(config)
+    with busy("looking at plans"):
+        choice = choose(config)
     place = _begin(config, choice)
     config = place.read_config()
     screens = [screen(config.train.steps)]
@@ -63,13 +63,13 @@ def train(loaded: Loaded) -> TrainOutcome:
 
 def _begin(config: Config, choice: Choice) -> RunFolder:
     """Check the data, make the folder, and write down what will be run; nothing is written before the data is good."""
-    say = Console(highlight=False).print
-    for line in choice.why:
-        say(line, markup=False, soft_wrap=True)
-    data = prepare(
-        config.data, rows=config.train.batch, seed=config.seed, tokenizer_file=subject.tokenizer_file(config)
-    )
+    say(choice.why)
+    with busy("preparing the text"):
+        data = prepare(
+            config.data, rows=config.train.batch, seed=config.seed, tokenizer_file=subject.tokenizer_file(config)
+        )
     place = folder.create(config)
+    say([_amount(data, config), f"run: {place.path}"])
     run = config.run.model_copy(update={"name": place.path.name})
     place.write_config(config.model_copy(update={"plan": choice.plan.to_dict(), "run": run}))
     folder.write_json(place.origin, folder.describe_origin(choice.why))
@@ -80,6 +80,16 @@ def _begin(config: Config, choice: Choice) -> RunFolder:
     shutil.rmtree(place.path / "ranks", ignore_errors=True)
     checkpoint.prepare(place.checkpoints)
     return place
+
+
+def _amount(data: Prepared, config: Config) -> str:
+    """How much there is to train on, in words."""
+    source = data.source
+    seen = config.train.steps * source.rows * source.sequence / max(1, len(source.train))
+    held = f", {len(source.held):,} held out" if len(source.held) else ""
+    return (
+        f"data: {config.data.name}, {len(source.train):,} tokens to train on{held}; this run sees {seen:.2g} times that"
+    )
 
 
 # ---- in this process
@@ -186,6 +196,7 @@ def _joined(config: Config) -> TrainOutcome:
         screens = [screen(config.train.steps)] if world.rank == 0 else []
         with Stop() as stop:
             ending = Rank(place, screens=screens, stop=stop)(world)
+        everyone.barrier()  # every rank's ledger is written before the first one reports
         return _finished(place, _plan_of(config), ending)
     finally:
         world.leave()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
 
 from fourfold.training.journal import Record
 
@@ -68,25 +70,30 @@ class Bar:
     """A progress bar; other records are printed above it."""
 
     def __init__(self, steps: int, console: Console) -> None:
-        self._console = console
+        self._console, self._steps = console, steps
+        self._left = TimeLeft(steps)
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(bar_width=24),
-            TextColumn("{task.fields[measures]}"),
-            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+            TextColumn("{task.fields[measures]}", markup=False),
+            TextColumn("{task.fields[time]}", style="cyan", markup=False),
             console=console,
+            refresh_per_second=4,
         )
-        self._task = self._progress.add_task("train", total=steps, measures="")
+        self._task = self._progress.add_task("train", total=steps, measures="starting", time="")
         self._progress.start()
 
     def show(self, record: Record) -> None:
         """Move the bar, or print above it."""
+        step = record["step"]
         if record["kind"] == "step":
-            self._progress.update(self._task, completed=record["step"], measures=measures(record))
+            left = self._left.after(step)
+            time = "" if left is None else f"{_clock(left)} left" if step < self._steps else "done"
+            self._progress.update(self._task, completed=step, measures=measures(record), time=time)
             return
         if record["kind"] == "resume":
-            self._progress.update(self._task, completed=record["step"])
+            self._progress.update(self._task, completed=step)
         line = words(record)
         if line:
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -94,6 +101,31 @@ class Bar:
     def close(self) -> None:
         """Leave the bar as it stands."""
         self._progress.stop()
+
+
+def say(lines: Iterable[str], console: Console | None = None) -> None:
+    """Print lines of the form "word: text", the word in colour where there is a terminal."""
+    console = console or Console(highlight=False)
+    for line in lines:
+        word, colon, text = line.partition(": ")
+        console.print(Text.assemble((word, "bold cyan"), colon, text) if colon else Text(line), soft_wrap=True)
+
+
+@contextmanager
+def busy(what: str, console: Console | None = None) -> Iterator[None]:
+    """Say on a terminal what is waited for, and take it away again.
+
+    Nothing is drawn meanwhile: forecasts run in forked processes, and a thread that draws must not be in them.
+    """
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        yield
+        return
+    console.print(Text(f"{what} …", style="dim"), end="\r")
+    try:
+        yield
+    finally:
+        console.print(" " * (len(what) + 2), end="\r")
 
 
 class TimeLeft:

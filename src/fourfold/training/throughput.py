@@ -71,15 +71,6 @@ def gemm_peak(precision: str, device: torch.device) -> float:
     return 2 * size**3 / min(_seconds(left, right, out) for _ in range(TRIES))
 
 
-def memory(device: torch.device) -> int:
-    """Bytes in use: the process's resident set on a CPU, the allocator's peak on a GPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    import psutil
-
-    return psutil.Process().memory_info().rss
-
-
 def _seconds(left: Tensor, right: Tensor, out: Tensor) -> float:
     began = time.perf_counter()
     torch.mm(left, right, out=out)

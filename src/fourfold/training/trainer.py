@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fourfold.config import Config
 from fourfold.ledger import Ledger
-from fourfold.training import checkpoint
+from fourfold.training import checkpoint, memory
 from fourfold.training.checkpoint import Saving
 from fourfold.training.data import Batch, Prepared
 from fourfold.training.folder import RunFolder, write_json
@@ -21,10 +21,12 @@ from fourfold.training.progress import Screen
 from fourfold.training.run import Run
 from fourfold.training.sample import write as write_sample
 from fourfold.training.step import StepResult
-from fourfold.training.throughput import Throughput, memory
+from fourfold.training.throughput import Throughput
 
 RECORDED = range(2, 5)
 """Steps after the start whose spans are kept: warm, and few enough to look at."""
+WEIGHED = 1
+"""The step after the start whose memory is measured: warm, and not one of those, since a profiler slows it down."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ class Trainer:
                 self._save(asynchronous=True)
         self._save(asynchronous=False)
         ending = self._end(stopped=stopped and self.run.number < steps)
-        write_json(self.folder.ledger / f"rank-{self.run.world.rank}.json", self.run.ledger.to_dict())
+        self._write_ledgers()
         return ending
 
     # ---- the parts of the loop
@@ -148,7 +150,7 @@ class Trainer:
             self.run.world.watch.step(number)
         ledger.recording = number - self._first in RECORDED
         began = time.perf_counter_ns()
-        result = self.run.step(_Fetched(self.data.source.batch(number), ledger), stop=self.stop())
+        result = self._taken(number)
         ledger.span("step", f"step {number}", began, time.perf_counter_ns())
         ledger.recording = False
         ledger.notes["step seconds"] = result.seconds
@@ -156,6 +158,12 @@ class Trainer:
             self.recorder.write("step", self.run.number, **self._measures(result))
         self._told_of_saving(wait=False)
         return result
+
+    def _taken(self, number: int) -> StepResult:
+        batch = _Fetched(self.data.source.batch(number), self.run.ledger)
+        if number - self._first == WEIGHED and memory.measurable(self.run):
+            return memory.measure(self.run, lambda: self.run.step(batch, stop=self.stop()))
+        return self.run.step(batch, stop=self.stop())
 
     def _measures(self, result: StepResult) -> dict[str, Any]:
         throughput = self.throughput
@@ -167,7 +175,7 @@ class Trainer:
             "seconds": result.seconds,
             "tokens_per_second": result.count / result.seconds,
             "mfu": throughput.utilisation(result.seconds) if throughput else None,
-            "memory": memory(self.run.world.device),
+            "memory": memory.in_use(self.run.world.device),
         }
 
     def _evaluate(self) -> float | None:
@@ -207,6 +215,13 @@ class Trainer:
         self.recorder.write("end", self.run.number, stopped=stopped, validation=validation, sample=sample)
         self.recorder.sync()
         return Ending(self.run.number, stopped, validation, sample)
+
+    def _write_ledgers(self) -> None:
+        """What this rank measured, and once for all what the formulas beside the code say of a step's bytes."""
+        rank = self.run.world.rank
+        write_json(self.folder.ledger / f"rank-{rank}.json", self.run.ledger.to_dict())
+        if rank == 0:
+            write_json(self.folder.ledger / "formulas.json", self.run.forecast().to_dict())
 
     def _sample(self) -> str | None:
         wanted = self.config.train.sample

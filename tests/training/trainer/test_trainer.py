@@ -123,7 +123,12 @@ def test_thread_ranks_agree_with_one_process_and_only_the_first_journals(tmp_pat
     assert len(set(endings)) == 1
     np.testing.assert_allclose(losses(place), losses(alone), rtol=1e-5)
     assert len(losses(place)) == STEPS
-    assert sorted(path.name for path in place.ledger.iterdir()) == ["rank-0.json", "rank-1.json", "rank-2.json"]
+    assert sorted(path.name for path in place.ledger.iterdir()) == [
+        "formulas.json",
+        "rank-0.json",
+        "rank-1.json",
+        "rank-2.json",
+    ]
 
 
 def test_one_rank_that_is_asked_stops_all_after_the_same_step(tmp_path, tokens):
