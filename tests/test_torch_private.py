@@ -121,6 +121,23 @@ def test_dispatch_mode_sees_operators_below_autograd():
     assert seen.count("aten.mul.Tensor") == 2
 
 
+def test_leaves_of_a_nest_in_order():
+    nest = {"a": (1, [2, torch.Size([3, 4])]), "b": None}
+    assert list(torch_private.leaves(nest)) == [1, 2, 3, 4, None]
+    assert list(torch_private.leaves(nest, lambda value: isinstance(value, torch.Size))) == [
+        1,
+        2,
+        torch.Size([3, 4]),
+        None,
+    ]
+
+
+def test_map_leaves_keeps_the_nest():
+    nest = ((1, [2]), {"a": 3})
+    assert torch_private.map_leaves(lambda value: -value, nest) == ((-1, [-2]), {"a": -3})
+    assert torch_private.map_leaves(len, ((1, 2), [(3,)]), lambda value: value in ((1, 2), (3,))) == (2, [1])
+
+
 def test_allocations_are_signed_and_in_order():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         first = torch.empty(1000)

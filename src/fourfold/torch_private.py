@@ -57,6 +57,20 @@ def dispatch_mode() -> type:
     return TorchDispatchMode
 
 
+def leaves(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> Iterator[Any]:
+    """Everything inside nested tuples, lists and dicts, in order; what `is_leaf` holds for is not looked into."""
+    from torch.utils._pytree import tree_iter
+
+    return iter(tree_iter(value, is_leaf))
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """The same nest of tuples, lists and dicts with `function` of every leaf in its place."""
+    from torch.utils._pytree import tree_map
+
+    return tree_map(function, value, is_leaf=is_leaf)
+
+
 def fake_tensors() -> Any:
     """A mode under which tensors have shapes and types, and no memory; a context manager."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -72,7 +86,7 @@ def allocations(profile: Any) -> list[int]:
     Args:
         profile: a finished `torch.profiler.profile(activities=[CPU], profile_memory=True)`.
     """
-    kind = torch._C._profiler._EventType.Allocation
+    kind = torch._C._profiler._EventType.Allocation  # pyright: ignore[reportAttributeAccessIssue]
     events, waiting = [], list(profile.profiler.kineto_results.experimental_event_tree())
     while waiting:
         event = waiting.pop()
@@ -183,7 +197,9 @@ def reporting_agent(
     """
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-    class Agent(LocalElasticAgent):
+    base: Any = LocalElasticAgent  # its methods are wrapped by a timer, which hides their types
+
+    class Agent(base):
         def _monitor_workers(self, worker_group: Any) -> Any:
             result = super()._monitor_workers(worker_group)
             if result.is_failed():

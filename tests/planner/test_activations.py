@@ -64,7 +64,7 @@ def kept(traces: Traces, rows: int, recompute: str = "none", streams: bool = Tru
     tape = traces.tape(Settings(rows, "bfloat16", recompute, streams=streams))
     [segment] = [one for one in tape.segments if one.phase == FORWARD and one.place == 1]
     signs = {"+": 1, "-": -1}
-    changes = [signs[event.kind] * tape.storages[event.key].nbytes for event in segment.events if event.kind in signs]
+    changes = [signs[event.kind] * tape.storages[event.key].nbytes for event in segment.events if event.key]
     return sum(changes)
 
 

@@ -152,7 +152,7 @@ def test_outlook_in_words_and_as_json(traces):
     assert "plans that fit, fastest first" in text
     assert "what bound it" in text and "memory: " in text
     plain = json.loads(json.dumps(outlook.to_dict()))
-    assert plain["best"] == outlook.best.to_dict()
+    assert outlook.best is not None and plain["best"] == outlook.best.to_dict()
     assert len(plain["forecasts"]) == len(outlook.forecasts)
     nothing = plan(traces.subject, machine(memory=1000), Plan())
     assert not nothing.ok and nothing.best is None and "no plan fits" in nothing.text()

@@ -24,7 +24,8 @@ from fourfold.wire import join
 
 CONFIG = Config(vocabulary=768, context=64, layers=5, width=96, heads=4)
 ROWS = 8
-CLUSTER = Cluster(1, 2, Device("cpu_test", 2**34, 1e10, {"fp32": 1e11}, "none"), *[Link("none", 1e-5, 1e9)] * 2)
+LINK = Link("none", 1e-5, 1e9)
+CLUSTER = Cluster(1, 2, Device("cpu_test", 2**34, 1e10, {"fp32": 1e11}, "none"), LINK, LINK)
 
 
 def batch(rows: int) -> dict[str, torch.Tensor]:

@@ -47,7 +47,8 @@ def test_short_tape_unrolls_to_the_whole_one(traces, recompute):
 
 def test_two_row_counts_give_a_third_exactly(traces):
     exact = record(SUBJECT, traces.anatomy, traces.outline["inputs"], Settings(7))
-    assert blend(*traces.pair(Settings(7)), (2, 3), 7) == exact
+    two, three = traces.pair(Settings(7))
+    assert blend(two, three, (2, 3), 7) == exact
 
 
 def test_fake_and_real_tensors_give_one_tape(traces):

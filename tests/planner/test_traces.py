@@ -20,9 +20,8 @@ MIXTRAL = MixtralConfig(
     num_key_value_heads=2,
     num_local_experts=2,
     max_position_embeddings=16,
-    attn_implementation="eager",
-    experts_implementation="eager",
 )
+MIXTRAL._attn_implementation = MIXTRAL._experts_implementation = "eager"
 VIT = ViTConfig(
     hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2, image_size=16, patch_size=8
 )

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter, tree_map
 
 from fourfold.anatomy.tape import Entry, Ref, Tape
 from fourfold.randomness import bits, normal, threshold, uniform
+from fourfold.torch_private import leaves, map_leaves
 
 
 class InitialiserError(ValueError):
@@ -181,7 +181,7 @@ def _execute(entry: Entry, window: Callable[[Ref], Tensor], held: dict[int, Tens
             held[ref.storage] = torch.zeros(ref.total, dtype=ref.dtype)
     args, kwargs = _real(entry, window)
     result = entry.func(*args, **kwargs)
-    fresh = [value for value in tree_iter(result) if isinstance(value, Tensor)]
+    fresh = [value for value in leaves(result) if isinstance(value, Tensor)]
     if entry.name.removeprefix("aten::").removeprefix("new_").startswith("empty"):
         for value in fresh:
             value.zero_()  # what nobody initialises is zero, everywhere
@@ -197,4 +197,4 @@ def _real(entry: Entry, window: Callable[[Ref], Tensor]) -> tuple[tuple, dict[st
             return window(value)
         return torch.device("cpu") if isinstance(value, torch.device) else value
 
-    return tree_map(real, (entry.args, entry.kwargs), is_leaf=lambda value: isinstance(value, Ref))
+    return map_leaves(real, (entry.args, entry.kwargs), lambda value: isinstance(value, Ref))

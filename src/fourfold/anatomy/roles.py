@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_iter
 
 from fourfold.anatomy.blocks import Calls
 from fourfold.anatomy.ties import own_names
+from fourfold.torch_private import leaves
 
 FLIP: dict[str | None, str] = {"x": "y", "y": "x", None: "x"}
 
@@ -98,7 +98,7 @@ class Tracer(TorchFunctionMode):
 
     def put(self, value: Any, tag: str | None) -> None:
         """Tag all tensors of a result; indices and masks carry none."""
-        for tensor in tree_iter(value):
+        for tensor in leaves(value):
             if isinstance(tensor, Tensor) and (tensor.is_floating_point() or tensor.is_complex()):
                 self.tags[id(tensor)] = tag
                 self.kept.append(tensor)
@@ -178,7 +178,7 @@ def _reduce(tracer: Tracer, func: Callable, args: tuple, kwargs: dict, result: A
 
 def _flow(tracer: Tracer, func: Callable, args: tuple, kwargs: dict, result: Any) -> None:
     """Anything else keeps the tag of its operands; a parameter among them is raw, or the weight of a norm."""
-    operands = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
+    operands = [value for value in leaves((args, kwargs)) if isinstance(value, Tensor)]
     tags = {tag for tag in (tracer.tag(value) for value in operands) if tag}
     where = tracer.calls.inside
     if len(tags) > 1:

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from fourfold.anatomy.blocks import Call, Calls, blocks
 from fourfold.anatomy.roles import Dropout, Linear, Tracer
 from fourfold.anatomy.ties import own_names, ties
 from fourfold.anatomy.twin import Twin, twin, twins
+from fourfold.torch_private import dispatch_mode, leaves
 
 
 class AnatomyError(ValueError):
@@ -81,7 +80,7 @@ def survey(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor]) -> Anatomy
     raise AnatomyError(f"{type(model).__name__}: its forward runs in no way; " + "; ".join(failures)) from last
 
 
-class _Reads(TorchDispatchMode):
+class _Reads(dispatch_mode()):
     """Notes when each parameter is first read, below autograd and custom functions."""
 
     def __init__(self, names: dict[int, str], calls: Calls) -> None:
@@ -90,7 +89,7 @@ class _Reads(TorchDispatchMode):
         self.first: dict[str, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        for value in tree_iter((args, kwargs)):
+        for value in leaves((args, kwargs)):
             if isinstance(value, Tensor) and id(value) in self.names:
                 self.first.setdefault(self.names[id(value)], self.calls.clock)
         return func(*args, **(kwargs or {}))

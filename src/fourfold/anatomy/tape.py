@@ -13,10 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map
 
-from fourfold import torch_private
+from fourfold.torch_private import dispatch_mode, leaves, map_leaves, storage_key
 
 
 class Ref(NamedTuple):
@@ -70,7 +68,7 @@ class Entry(NamedTuple):
     @property
     def reads(self) -> tuple[Ref, ...]:
         """All operands that are tensors."""
-        return () if self.func is None else tuple(v for v in tree_iter((self.args, self.kwargs), _is_ref) if _is_ref(v))
+        return () if self.func is None else tuple(v for v in leaves((self.args, self.kwargs), _is_ref) if _is_ref(v))
 
 
 @dataclass
@@ -108,7 +106,7 @@ class Tape:
         self.kept.clear()
 
     def _window(self, tensor: Tensor) -> Ref:
-        key = torch_private.storage_key(tensor)
+        key = storage_key(tensor)
         if key not in self.numbers:
             # A kept tensor keeps its storage, so that the key is not given to another one.
             self.kept.append(tensor.detach())
@@ -122,7 +120,7 @@ def _is_ref(value: Any) -> bool:
     return isinstance(value, Ref)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(dispatch_mode()):
     """Writes every operation that makes or changes a storage on `tape`."""
 
     def __init__(self, tape: Tape) -> None:
@@ -131,10 +129,10 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        taped_args, taped_kwargs = tree_map(self._taped, (args, kwargs))
-        before = {ref.storage for ref in tree_iter((taped_args, taped_kwargs), _is_ref) if _is_ref(ref)}
+        taped_args, taped_kwargs = map_leaves(self._taped, (args, kwargs))
+        before = {ref.storage for ref in leaves((taped_args, taped_kwargs), _is_ref) if _is_ref(ref)}
         result = func(*args, **kwargs)
-        outputs = tuple(self.tape.made(value) for value in tree_iter(result) if isinstance(value, Tensor))
+        outputs = tuple(self.tape.made(value) for value in leaves(result) if isinstance(value, Tensor))
         made = tuple(ref for ref in outputs if ref.storage not in before)
         written = self._written(func, taped_args, taped_kwargs)
         if made or written:
@@ -150,7 +148,7 @@ class Recorder(TorchDispatchMode):
         for index, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[index] if index < len(args) else kwargs.get(argument.name)
-                found += [ref for ref in tree_iter(value, _is_ref) if _is_ref(ref)]
+                found += [ref for ref in leaves(value, _is_ref) if _is_ref(ref)]
         return tuple(found)
 
 

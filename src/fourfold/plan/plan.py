@@ -167,7 +167,8 @@ class Plan:
         words += [f"recompute {place.recompute}"] if place.recompute != "none" else []
         words += [place.precision] if place.precision != "fp32" else []
         microbatches = getattr(self.schedule.options, "microbatches", 1)
-        words += [f"{self.schedule.name} {microbatches}"] if microbatches > 1 or self.schedule.name != "accumulate" else []
+        plain = microbatches == 1 and self.schedule.name == "accumulate"
+        words += [] if plain else [f"{self.schedule.name} {microbatches}"]
         words += [f"gradient as {self.wire.gradient.name}"] if self.wire.gradient else []
         words += [self.sync.name] if self.sync.name != "bsp" else []
         return ", ".join(words)

@@ -53,9 +53,8 @@ class Technique:
         fields = tuple(entry.name for entry in dataclasses.fields(options))
         for key in settings or {}:
             if key not in fields:
-                raise TechniqueError(
-                    f"{room} {name!r} has no option {key!r}{_nearest(key, fields)}; it has: {', '.join(fields) or 'none'}"
-                )
+                known = ", ".join(fields) or "none"
+                raise TechniqueError(f"{room} {name!r} has no option {key!r}{_nearest(key, fields)}; it has: {known}")
         return cls(room, name, options(**(settings or {})))
 
     @property

@@ -36,7 +36,7 @@ def trouble(fault: str) -> None:
 def main() -> int:
     folder, settings = RunFolder(Path(sys.argv[1])), json.loads(sys.argv[2])
     attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
-    at = {"step": None}
+    at: dict[str, int | None] = {"step": None}
     with Stop() as stop:
 
         def work() -> None:

@@ -41,7 +41,7 @@ def test_ignored_targets_add_nothing_and_count_nothing():
 
 def test_a_batch_of_only_ignored_targets_is_zero_over_zero():
     total, count = cross_entropy(
-        Bigram(), {"tokens": torch.zeros(1, 3, dtype=int), "targets": torch.full((1, 3), -100)}
+        Bigram(), {"tokens": torch.zeros(1, 3, dtype=torch.int64), "targets": torch.full((1, 3), -100)}
     )
     assert (total.item(), int(count)) == (0.0, 0)
 
@@ -66,10 +66,12 @@ def test_parts_add_up_to_the_whole():
 
 def test_stock_models_give_their_own_loss_without_being_given_labels():
     tokens = torch.randint(50, (2, 9))
-    sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    llama = LlamaConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
     models = (
         GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2)),
-        LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=32)),
+        LlamaForCausalLM(llama),
     )
     for model in models:
         model.eval()

@@ -47,18 +47,20 @@ def test_time_left_is_the_pace_so_far():
 
 
 def test_a_terminal_gets_a_bar_and_a_pipe_gets_lines():
-    terminal = Console(file=io.StringIO(), force_terminal=True)
+    written = io.StringIO()
+    terminal = Console(file=written, force_terminal=True)
     bar = screen(10, terminal)
     assert isinstance(bar, Bar)
     bar.show(STEP | {"step": 3})
     bar.show({"kind": "evaluation", "step": 3, "loss": 1.0, "count": 1})
     bar.close()
-    assert "3/10" in terminal.file.getvalue()
-    assert "validation loss 1.0000" in terminal.file.getvalue()
-    pipe = Console(file=io.StringIO(), width=40)
+    assert "3/10" in written.getvalue()
+    assert "validation loss 1.0000" in written.getvalue()
+    piped = io.StringIO()
+    pipe = Console(file=piped, width=40)
     plain = screen(10, pipe)
     plain.show({"kind": "sample", "step": 3, "text": "[not] markup " * 9})
-    assert "[not] markup " * 9 in pipe.file.getvalue()
+    assert "[not] markup " * 9 in piped.getvalue()
 
 
 def test_control_characters_of_a_sample_never_reach_the_terminal():
