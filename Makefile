@@ -5,6 +5,10 @@ PYTHON ?= python3
 # What follows `fourfold train …` or `pytest …` on its command line.
 ARGS ?=
 
+# Where this is set, every process compiles PyTorch's sources anew, for ten seconds and more. Compiled once, they are
+# kept in .venv; scripts/check and .ci/run say the same.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup train test test-long check documents changelog clean
 
 help:
