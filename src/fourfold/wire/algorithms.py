@@ -57,12 +57,12 @@ def all_reduce(channel: Channel, tensor: Tensor, signature: str, codec: Codec | 
     else:
         sum_in_order(mine, parts)
     if codec is None:
-        yield channel.all_gather(gather, tensor, mine, splits)
+        yield channel.all_gather(gather, tensor, mine, splits, later=True)
         return
     payload = codec.encode(mine)
     sizes = [codec.wire_bytes(n, tensor.element_size()) // payload.element_size() for n in splits]
     payloads = payload.new_empty(sum(sizes))
-    yield channel.all_gather(gather, payloads, payload, sizes)
+    yield channel.all_gather(gather, payloads, payload, sizes, later=True)
     _decode(codec, payloads, splits, tensor)
 
 

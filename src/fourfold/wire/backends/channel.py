@@ -27,8 +27,14 @@ class Channel(Protocol):
         """The next slot. `signature` says what will cross, for backends that can compare it between ranks."""
         ...
 
-    def all_gather(self, slot: int, out: Tensor, shard: Tensor, splits: Sequence[int]) -> Pending:
-        """Rank i's shard of splits[i] elements to part i of everyone's `out`; a shard may be a view of `out`."""
+    def all_gather(
+        self, slot: int, out: Tensor, shard: Tensor, splits: Sequence[int], *, later: bool = False
+    ) -> Pending:
+        """Rank i's shard of splits[i] elements to part i of everyone's `out`; a shard may be a view of `out`.
+
+        Args:
+            later: a second round: ranks may start it at different moments.
+        """
         ...
 
     def all_to_all(

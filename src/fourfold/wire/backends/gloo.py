@@ -1,10 +1,12 @@
 """Transfers over gloo: CPU ranks on sockets.
 
-Measured on two shared cores, 2–4 ranks, one thread a rank (ms, median): gathering 1 MiB by gloo's own all-gather takes
-1.1–3.2, by point-to-point messages 0.5–1.5; 16 MiB 9.8–21.5 against 6.9–16.3. So gathers go point to point. Exchanges
-cost the same either way, and gloo's can be polled: exchanges are its all-to-all. At two ranks its all-reduce takes
-13.5 ms for 16 MiB against 19.7 for exchange, sum and gather, with the same bits; at more ranks its bits depend on
-bucketing. Its reduce-scatter moves the bytes of an all-reduce and is never used.
+Measured on two shared cores, one thread a rank (CPU ms over all ranks, gather issued, matrices multiplied, gather
+waited for): two ranks, shards of 3.6 MB: an exchange 2.0, broadcasts 3.0, messages 4.7, gloo's own all-gather 4.9;
+0.4 MB: 0.6, 0.9, 3.2, 1.1. Three and four ranks, 3.6 MB, nothing beside: broadcasts 7.1 and 14.5, messages 9.3 and
+16.5, an exchange 15.0 and 27.6, gloo's own 15.1 and 32.4. So two ranks gather by an exchange and more by one broadcast
+a rank; both can be polled. A gather that is a later round of something else goes by tagged messages. At two ranks
+gloo's all-reduce takes 13.5 ms for 16 MiB against 19.7 for exchange, sum and gather, with the same bits; at more ranks
+its bits depend on bucketing. Its reduce-scatter moves the bytes of an all-reduce and is never used.
 `benchmarks/socket_bytes.py` holds what is counted against what crosses.
 """
 
@@ -19,7 +21,7 @@ from fourfold.wire.errors import WireError
 from fourfold.wire.work import Pending, Steps
 
 _TAGS = 1 << 30
-"""Tags below are users' messages', tags from here on are slots of gathers."""
+"""Tags below are users' messages', tags from here on are slots of later rounds."""
 
 
 class GlooChannel:
@@ -37,9 +39,25 @@ class GlooChannel:
         self._slots += 1
         return self._slots
 
-    def all_gather(self, slot: int, out: Tensor, shard: Tensor, splits: Sequence[int]) -> Pending:
-        """Point to point, tagged with the slot, so that ranks may start it at different moments."""
+    def all_gather(
+        self, slot: int, out: Tensor, shard: Tensor, splits: Sequence[int], *, later: bool = False
+    ) -> Pending:
+        """An exchange between two ranks, a broadcast by each of more."""
         parts = out.split(list(splits))
+        if later:
+            return self._messages(slot, parts, shard, splits)
+        mine = parts[self.index]
+        if mine.data_ptr() != shard.data_ptr():
+            mine.copy_(shard)
+        if self.size == 2:
+            other = 1 - self.index
+            gives, takes = [0, 0], [0, 0]
+            gives[other], takes[other] = splits[self.index], splits[other]
+            return self.all_to_all(slot, parts[other], mine, takes, gives)
+        return _Several([self.broadcast(slot, part, rank) for rank, part in enumerate(parts) if splits[rank]])
+
+    def _messages(self, slot: int, parts: Sequence[Tensor], shard: Tensor, splits: Sequence[int]) -> Pending:
+        """Tagged with the slot, so that ranks may start at different moments."""
         tag = _TAGS + slot % _TAGS
         others = [(self.index + step) % self.size for step in range(1, self.size)]
         works = [self.group.recv([parts[rank]], rank, tag) for rank in reversed(others) if splits[rank]]
@@ -91,6 +109,18 @@ class _Collective:
 
     def wait(self) -> None:
         self._work.wait()
+
+
+class _Several:
+    def __init__(self, pending: list[Pending]) -> None:
+        self._pending = pending
+
+    def done(self) -> bool:
+        return all(one.done() for one in self._pending)
+
+    def wait(self) -> None:
+        for one in self._pending:
+            one.wait()
 
 
 class _Messages:

@@ -45,7 +45,9 @@ class NcclChannel:
             event.record(self._side)
         yield _Event(event)
 
-    def all_gather(self, slot: int, out: Tensor, shard: Tensor, splits: Sequence[int]) -> Pending:
+    def all_gather(
+        self, slot: int, out: Tensor, shard: Tensor, splits: Sequence[int], *, later: bool = False
+    ) -> Pending:
         """NCCL's own if the shards are equal, else grouped messages."""
         if len(set(splits)) == 1:
             return _Enqueued([dist.all_gather_single(out, shard, group=self.group, async_op=True)])

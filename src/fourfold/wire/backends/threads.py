@@ -138,7 +138,9 @@ class ThreadChannel:
         self._signatures[self._slots] = signature
         return self._slots
 
-    def all_gather(self, slot: int, out: Tensor, shard: Tensor, splits: Sequence[int]) -> Pending:
+    def all_gather(
+        self, slot: int, out: Tensor, shard: Tensor, splits: Sequence[int], *, later: bool = False
+    ) -> Pending:
         """Post the shard, meet, copy every part."""
 
         def take(posts: list[Post]) -> None:
