@@ -48,7 +48,8 @@ class Block:
 
 def documents() -> list[Path]:
     """Every document whose commands are run."""
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
+    return [*pages, *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(document: str, text: str) -> list[Block]:
