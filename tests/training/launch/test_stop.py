@@ -20,7 +20,15 @@ def test_the_first_signal_is_a_wish(number):
     assert signal.getsignal(number) is before
 
 
-def test_the_second_signal_is_not_caught():
+@pytest.fixture
+def interruptible():
+    """A shell starts jobs in the background deaf to SIGINT, and Python then leaves it so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_the_second_signal_is_not_caught(interruptible):
     with Stop() as stop, pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
         assert stop()
