@@ -65,6 +65,18 @@ def test_an_installation_that_fails_leaves_no_mark_of_success(copy: Path) -> Non
     assert not (copy / ".venv" / "fourfold-setup").exists()
 
 
+@pytest.mark.parametrize("lent", [".venv", ".venv/bin"])
+def test_an_environment_that_is_only_linked_is_left_alone(copy: Path, lent: str) -> None:
+    lender = copy / "lender"
+    lender.mkdir()
+    (copy / lent).parent.mkdir(exist_ok=True)
+    (copy / lent).symlink_to(lender)
+    done = _setup(copy, sys.executable)
+    assert done.returncode != 0
+    assert ".venv is a link to another environment" in done.stderr
+    assert not list(lender.iterdir())
+
+
 def test_nothing_to_do(copy: Path) -> None:
     files = b"".join((copy / name).read_bytes() for name in ("pyproject.toml", "constraints.txt", "scripts/setup"))
     stamp = subprocess.run(["cksum"], input=files, capture_output=True, check=True).stdout

@@ -66,9 +66,7 @@ def test_parts_add_up_to_the_whole():
 
 def test_stock_models_give_their_own_loss_without_being_given_labels():
     tokens = torch.randint(50, (2, 9))
-    llama = LlamaConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
-    )
+    llama = LlamaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
     models = (
         GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2)),
         LlamaForCausalLM(llama),
