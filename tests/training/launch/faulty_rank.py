@@ -50,6 +50,7 @@ def main() -> int:
                 ledger.begin(step)
                 watch.step(step)
                 if (rank, step) == (settings["rank"], settings["step"]) and attempt < settings["attempts"]:
+                    (folder.path / "fault").write_text(str(time.time()))
                     trouble(settings["fault"])
                 elif settings["fault"] == "abort" and step == settings["step"]:
                     dist.all_reduce(torch.ones(5))
