@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+
+QUIET = {
+    "KINETO_LOG_LEVEL": "6",  # the profiler announces every start and stop
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # the profiler warns of memory that it did not see allocated
+    "TOKENIZERS_PARALLELISM": "false",  # tokenizers warns when a process that used them is forked
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+"""What libraries say on a terminal unless their environment tells them not to; what a person has set stays."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -14,6 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     from fourfold.cli.commands import app
 
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = app(arguments)

@@ -33,9 +33,8 @@ def load_run_or_config(path: str, overrides: Sequence[str]) -> tuple[Loaded, Pat
     if not Path(path).is_dir():
         return load(path, overrides), None
     if overrides:
-        text = (
-            f"a run is looked at as it was run, found {' '.join(overrides)}; name {Path(path) / 'config.yaml'} instead"
-        )
+        found, config = " ".join(overrides), Path(path) / "config.yaml"
+        text = f"a run's folder is verified as it was run, found {found} as well; name {config} to change settings"
         raise ConfigError([Problem("command line", "", text)])
     return load(str(Path(path) / "config.yaml"), ()), Path(path)
 

@@ -140,7 +140,7 @@ class Corpus(Rows):
 
 
 class Stdlib(Corpus):
-    """The source text of the running Python's standard library: always there, about 20 MB."""
+    """The source text of the running Python's standard library: always there, about 10 MB."""
 
     name: Literal["stdlib"] = "stdlib"
     """Where the text comes from: stdlib, text (your files) or tokens (your files of token ids)."""

@@ -12,6 +12,8 @@ PACKAGES = {"site-packages", "dist-packages"}
 """Folders of installed packages inside the standard library's folder: not part of it."""
 SUITES = {"test", "tests", "idle_test"}
 """The library's own test suites: more than half of its bytes, some of them deliberately not UTF-8."""
+TABLES = {"encodings", "pydoc_data"}
+"""A fifth of the rest that nobody wrote as code: tables of hexadecimal numbers, and the language reference as text."""
 
 
 class CorpusError(ValueError):
@@ -42,7 +44,7 @@ class Document(NamedTuple):
 
 
 def stdlib(root: Path | None = None) -> list[Document]:
-    """The source of the running Python's standard library, sorted by path; packages and test suites are left out.
+    """The source of the running Python's standard library, sorted by path; packages, test suites and tables are left out.
 
     Raises:
         CorpusError: this Python has no library source on disk (a frozen or zipped one).
@@ -51,7 +53,7 @@ def stdlib(root: Path | None = None) -> list[Document]:
     found = []
     for path in root.rglob("*.py"):
         folders = set(path.relative_to(root).parts[:-1])
-        if not folders & (PACKAGES | SUITES):
+        if not folders & (PACKAGES | SUITES | TABLES):
             found.append(Document(path.relative_to(root).as_posix(), path))
     if not found:
         raise CorpusError(
