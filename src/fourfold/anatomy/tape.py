@@ -120,6 +120,12 @@ def _is_ref(value: Any) -> bool:
     return isinstance(value, Ref)
 
 
+def _draws_nothing(func: Any, args: tuple) -> bool:
+    """A random operation in place on meta, which has no values: torch would import its compiler to do nothing."""
+    in_place = func._schema.name.endswith("_") and torch.Tag.nondeterministic_seeded in func.tags
+    return in_place and args[0].device.type == "meta"
+
+
 class Recorder(dispatch_mode()):
     """Writes every operation that makes or changes a storage on `tape`."""
 
@@ -131,7 +137,7 @@ class Recorder(dispatch_mode()):
         kwargs = kwargs or {}
         taped_args, taped_kwargs = map_leaves(self._taped, (args, kwargs))
         before = {ref.storage for ref in leaves((taped_args, taped_kwargs), _is_ref) if _is_ref(ref)}
-        result = func(*args, **kwargs)
+        result = args[0] if _draws_nothing(func, args) else func(*args, **kwargs)
         outputs = tuple(self.tape.made(value) for value in leaves(result) if isinstance(value, Tensor))
         made = tuple(ref for ref in outputs if ref.storage not in before)
         written = self._written(func, taped_args, taped_kwargs)
