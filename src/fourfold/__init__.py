@@ -38,7 +38,7 @@ _HOMES = {
 }
 """Where each public name lives; the imports above say the same to type checkers, and a test compares the two."""
 
-__all__ = sorted([*_HOMES, "__version__"])
+__all__ = sorted([*_HOMES, "__version__"])  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

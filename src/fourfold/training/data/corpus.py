@@ -44,7 +44,7 @@ class Document(NamedTuple):
 
 
 def stdlib(root: Path | None = None) -> list[Document]:
-    """The source of the running Python's standard library, sorted by path; packages, test suites and tables are left out.
+    """The source of the running Python's standard library, sorted by path, without packages, test suites and tables.
 
     Raises:
         CorpusError: this Python has no library source on disk (a frozen or zipped one).
