@@ -25,6 +25,8 @@ from fourfold.training.losses.cross_entropy import cross_entropy
 from fourfold.training.optimizer import OptimizerOptions, build_plain
 from fourfold.training.run import Run, parallelize
 
+torch.set_num_threads(1)  # as ranks have: with more, sums inside a matrix product are taken in another order
+
 VOCABULARY = 37
 SGD = OptimizerOptions(name="sgd", lr=0.3, momentum=0.9, weight_decay=0.01, clip=1.0)
 """A large step, so that no error of scale hides; an Adam would hide it."""

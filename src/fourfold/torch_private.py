@@ -191,7 +191,7 @@ def fake_cpu(mode: Any, tensor: Tensor) -> Tensor:
 
 
 def reporting_agent(
-    spec: Any, logs: Any, *, shutdown_timeout: int, on_failure: Callable[[dict[int, int]], None]
+    spec: Any, logs: Any, *, shutdown_timeout: int, on_failure: Callable[[dict[int, int]], bool | None]
 ) -> Any:
     """torchrun's local elastic agent, which also tells who failed before it starts the group again.
 
@@ -202,7 +202,7 @@ def reporting_agent(
         logs: its LogsSpecs.
         shutdown_timeout: seconds that workers have to end (s).
         on_failure: called in the agent's thread, once for each group that failed, with the exit code of every rank
-            that ended with another code than 0 (negative: a signal).
+            that ended with another code than 0 (negative: a signal). Where it returns True, the group is not started again.
     """
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
@@ -212,7 +212,9 @@ def reporting_agent(
         def _monitor_workers(self, worker_group: Any) -> Any:
             result = super()._monitor_workers(worker_group)
             if result.is_failed():
-                on_failure({rank: failure.exitcode for rank, failure in result.failures.items()})
+                codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+                if on_failure(codes):
+                    self._remaining_restarts = 0
             return result
 
     return Agent(spec, logs, shutdown_timeout=shutdown_timeout)

@@ -16,6 +16,9 @@ KINDS = ("gradient", "weight", "activation", "activation-gradient", "embedding",
 MEMORY = ("parameters", "gradients", "optimizer", "activations", "gather buffers", "kernel workspace", "other")
 """Where a byte rests. Forecast and measurement use the same categories."""
 
+KEPT = 1000
+"""Steps whose traffic a ledger keeps one by one; of earlier ones it keeps the sum, so that it does not grow."""
+
 
 class Flow(NamedTuple):
     """One line of the bytes matrix: traffic of one kind, over one mesh axis, by one operation."""
@@ -54,7 +57,11 @@ class Difference(NamedTuple):
 
 @dataclass
 class Ledger:
-    """The record of one rank. Traffic is kept per step; spans only while `recording`; memory as peaks in bytes."""
+    """The record of one rank. Spans are kept only while `recording`; memory as peaks in bytes.
+
+    Traffic is kept per step for the last `KEPT` steps, and summed in `earlier` for those before. What belongs to no
+    step (counted under a negative number) stays apart.
+    """
 
     rank: int = 0
     step: int = 0
@@ -64,6 +71,7 @@ class Ledger:
     memory: dict[str, int] = field(default_factory=dict)
     notes: dict[str, float] = field(default_factory=dict)
     """Scalars that belong to a run: "flops", "step seconds", "tokens"."""
+    earlier: dict[Flow, Traffic] = field(default_factory=dict)
     _flows: dict[Flow, Traffic] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -73,6 +81,10 @@ class Ledger:
         """What is counted from here on belongs to `step`."""
         self.step = step
         self._flows = self.steps.setdefault(step, {})
+        if len(self.steps) > KEPT:
+            oldest = next((one for one in self.steps if one >= 0 and one != step), None)
+            if oldest is not None:
+                _add(self.steps.pop(oldest), self.earlier)
 
     def send(self, axis: str, kind: str, op: str, nbytes: int, calls: int = 1) -> None:
         """Count `nbytes` handed to the network (about half a microsecond; never a profiler range)."""
@@ -97,11 +109,8 @@ class Ledger:
         if step is not None:
             return self.steps.get(step, {})
         total: dict[Flow, Traffic] = {}
-        for flows in self.steps.values():
-            for key, one in flows.items():
-                entry = total.setdefault(key, Traffic())
-                entry.calls += one.calls
-                entry.bytes += one.bytes
+        for flows in (self.earlier, *self.steps.values()):
+            _add(flows, total)
         return total
 
     def sent(self, step: int | None = None, *, axis: str | None = None, kind: str | None = None) -> int:
@@ -117,10 +126,8 @@ class Ledger:
         return {
             "rank": self.rank,
             "step": self.step,
-            "steps": {
-                str(step): {"/".join(flow): [traffic.calls, traffic.bytes] for flow, traffic in flows.items()}
-                for step, flows in self.steps.items()
-            },
+            "steps": {str(step): _plain(flows) for step, flows in self.steps.items()},
+            "earlier": _plain(self.earlier),
             "spans": [list(span) for span in self.spans],
             "memory": dict(self.memory),
             "notes": dict(self.notes),
@@ -141,6 +148,7 @@ class Ledger:
                 spans=[Span(lane, name, int(start), int(end), args) for lane, name, start, end, args in plain["spans"]],
                 memory={str(category): int(nbytes) for category, nbytes in plain["memory"].items()},
                 notes={str(note): float(value) for note, value in plain["notes"].items()},
+                earlier=_flows(plain.get("earlier", {})),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
@@ -150,6 +158,17 @@ class Ledger:
     def __sub__(self, measured: Ledger) -> list[Difference]:
         """Forecast minus measurement, row by row: bytes of one step, memory, notes."""
         return list(_rows(self, measured))
+
+
+def _add(flows: Mapping[Flow, Traffic], total: dict[Flow, Traffic]) -> None:
+    for key, one in flows.items():
+        entry = total.setdefault(key, Traffic())
+        entry.calls += one.calls
+        entry.bytes += one.bytes
+
+
+def _plain(flows: Mapping[Flow, Traffic]) -> dict[str, list[int]]:
+    return {"/".join(flow): [traffic.calls, traffic.bytes] for flow, traffic in flows.items()}
 
 
 def _flows(plain: Mapping[str, Any]) -> dict[Flow, Traffic]:

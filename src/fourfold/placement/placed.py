@@ -98,11 +98,6 @@ class Placed:
 
     # ---- what a step needs to know
 
-    @property
-    def gradients(self) -> list[Tensor]:
-        """This rank's summed gradients, one flat tensor a unit."""
-        return [unit.arena.gradient for unit in self.units]
-
     def norm_share(self, order: float) -> float:
         """This rank's share of the gradient norm."""
         return norm.partial((segment for unit in self.units for segment in unit.arena.segments()), order)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -43,6 +43,7 @@ class Agent:
         self.failed: list[dict[int, int]] = []
         self.error: BaseException | None = None
         self.ok = False
+        self._given_up = False
         self._command, self._size, self._restarts = list(command), size, restarts
         self._address, self._logs, self._name = address or f"{LOOPBACK}:0", logs, name
         self._thread = threading.Thread(target=self._run, name="elastic agent", daemon=True)
@@ -56,6 +57,10 @@ class Agent:
     def running(self) -> bool:
         """Some process may still live, or be started again."""
         return self._thread.is_alive()
+
+    def give_up(self) -> None:
+        """Somebody wishes to stop: a group that fails from now on is not started again."""
+        self._given_up = True
 
     def join(self, seconds: float) -> None:
         """Wait at most so long for the end."""
@@ -94,8 +99,11 @@ class Agent:
             local_addr=LOOPBACK,
         )
         logs = DefaultLogsSpecs(log_dir=str(self._logs), redirects=Std.ALL)
-        told: Callable[[dict[int, int]], None] = self.failed.append
-        return torch_private.reporting_agent(spec, logs, shutdown_timeout=SHUTDOWN, on_failure=told)
+        return torch_private.reporting_agent(spec, logs, shutdown_timeout=SHUTDOWN, on_failure=self._told)
+
+    def _told(self, codes: dict[int, int]) -> bool:
+        self.failed.append(codes)
+        return self._given_up
 
 
 def _log_to(path: Path) -> None:

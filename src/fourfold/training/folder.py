@@ -25,9 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.config import Config, load, resolved
-
-FIXED = ("seed", "model", "data", "loss")
-"""Sections that a resumed run may not change: with others it would be another run under the same name."""
+from fourfold.training import changes
 
 
 class FolderError(ValueError):
@@ -181,12 +179,12 @@ def _resumed(config: Config, runs: Path) -> RunFolder:
         if not found:
             raise FolderError(f"run.resume: no run in {runs}; check run.folder, or remove run.resume")
         folder = RunFolder(found[-1].parent)
-    before, now = folder.read_config().to_dict(), config.to_dict()
-    changed = [section for section in FIXED if before[section] != now[section]]
+    changed = changes.refused(folder.read_config(), config)
     if changed:
+        values = "; ".join(f"{key} was {before}, is {now}" for key, (before, now) in changed.items())
         raise FolderError(
-            f"run.resume: {', '.join(changed)} changed since {folder.path} was started; a resumed run keeps them. "
-            f"Use that folder's config.yaml, or start a new run"
+            f"run.resume: {', '.join(changed)} changed since {folder.path} was started ({values}); a resumed run keeps "
+            "them. Use that folder's config.yaml, or start a new run"
         )
     return folder
 

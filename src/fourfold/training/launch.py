@@ -12,7 +12,7 @@ import torch
 from fourfold.config import Config, Loaded
 from fourfold.ledger import Ledger
 from fourfold.plan import Plan
-from fourfold.training import checkpoint, failure, folder, subject
+from fourfold.training import changes, checkpoint, failure, folder, subject
 from fourfold.training.agent import Agent
 from fourfold.training.choice import Choice, choose
 from fourfold.training.data import Prepared, prepare
@@ -71,7 +71,10 @@ def _begin(config: Config, choice: Choice) -> RunFolder:
     place = folder.create(config)
     say([_amount(data, config), f"run: {place.path}"])
     run = config.run.model_copy(update={"name": place.path.name})
-    place.write_config(config.model_copy(update={"plan": choice.plan.to_dict(), "run": run}))
+    config = config.model_copy(update={"plan": choice.plan.to_dict(), "run": run})
+    if run.resume:
+        say(changes.told(place.read_config(), config))
+    place.write_config(config)
     folder.write_json(place.origin, folder.describe_origin(choice.why))
     if choice.forecast is not None:
         folder.write_json(place.ledger / "forecast.json", choice.forecast.to_dict())
@@ -112,7 +115,7 @@ def _threads(place: RunFolder, choice: Choice, config: Config, screens: list[Scr
 
         def run() -> Ending:
             try:
-                return threads.launch(len(ranks), body, timeout=config.launch.stall_after)[0]
+                return threads.launch(len(ranks), body, timeout=config.launch.stall_after, stopping=stop)[0]
             except RankFailed as error:
                 if isinstance(error.__cause__, ValueError):
                     raise error.__cause__ from error

@@ -137,9 +137,7 @@ class Step:
         factor = 1.0 / count
         if gradient_norm is not None:
             factor *= norm.coefficient(gradient_norm, self.optimizer.options.clip)
-        for gradient in self.placed.gradients:
-            gradient.mul_(factor)
-        self.optimizer.step(self.optimizer.rate(self._number))
+        self.optimizer.step(self.optimizer.rate(self._number), factor)
         self.placed.refresh()
         self._outcome = (loss / count, count, gradient_norm, any(rank[3] for rank in ranks))
 

@@ -27,6 +27,8 @@ GRACE = 2.0
 """Seconds that the other ranks have to end by themselves once one has failed."""
 JOINING = 60.0
 """Seconds that every rank has at least to start and to join: on a busy machine imports alone take several."""
+STOPPING = 8.0
+"""Seconds without progress that a group has once somebody wishes to stop: a collective that is stuck never ends."""
 POLL = 0.1
 """Seconds between two looks."""
 
@@ -41,6 +43,7 @@ class Group:
         ended: ranks that the parent has ended itself: their exit is a consequence.
         verdict: the parent's own finding, such as a stall.
         signalled: the ranks were told of the wish to stop.
+        stopping_since: when the parent first heard of the wish to stop (monotonic seconds).
     """
 
     attempt: int
@@ -49,6 +52,7 @@ class Group:
     ended: set[int] = field(default_factory=set)
     verdict: Failure | None = None
     signalled: bool = False
+    stopping_since: float | None = None
 
 
 class Supervisor:
@@ -92,6 +96,7 @@ class Supervisor:
         self._show()
         self._conclude_groups()
         if stop():
+            self.agent.give_up()
             self._pass_on()
         pids = living(self._ranks)
         if self._group.failing_since is None and self._someone_failed(pids):
@@ -120,6 +125,7 @@ class Supervisor:
 
     def _pass_on(self) -> None:
         """Every rank hears of the wish to stop, once; they agree on the step after which they do."""
+        self._group.stopping_since = self._group.stopping_since or time.monotonic()
         pids = living(self._ranks)
         if not self._group.signalled and len(pids) == self.size:
             self._group.signalled = True
@@ -138,23 +144,30 @@ class Supervisor:
         seen = watch.read_all(self._ranks)
         latest = max((sighting.at / 1e9 for sighting in seen), default=self._group.began)
         patience = self.stall_after if len(seen) == self.size else max(self.stall_after, JOINING)
+        # Ranks that save or compute when asked to stop may take their time; one that waits for others may not.
+        if self._group.stopping_since is not None and (
+            len(seen) < self.size or any(sighting.waiting for sighting in seen)
+        ):
+            latest, patience = max(latest, self._group.stopping_since), min(patience, STOPPING)
         if time.monotonic() - latest <= patience:
             return
         self._group.failing_since = time.monotonic() - GRACE  # they have had their time
-        self._group.verdict = self._stalled(seen)
+        self._group.verdict = self._stalled(seen, patience)
         self._end(living(self._ranks))
 
-    def _stalled(self, seen: list[watch.Sighting]) -> Failure:
+    def _stalled(self, seen: list[watch.Sighting], patience: float) -> Failure:
         absent = sorted(set(range(self.size)) - {sighting.rank for sighting in seen})
         late = absent or watch.culprits(seen)
         others = "; ".join(str(sighting) for sighting in seen)
         if absent:
-            reason = f"did not join within {max(self.stall_after, JOINING):g} s"
+            reason = f"did not join within {patience:g} s"
         elif late:
-            reason = f"stalled: no progress for {self.stall_after:g} s while others wait ({others})"
+            reason = f"stalled: no progress for {patience:g} s while others wait ({others})"
         else:
-            reason = f"no rank made progress for {self.stall_after:g} s ({others}); if a step may take so long, "
+            reason = f"no rank made progress for {patience:g} s ({others}); if a step may take so long, "
             reason += "raise launch.stall_after"
+        if self._group.stopping_since is not None:
+            reason += "; a signal had asked the run to stop, so it was ended"
         rank = late[0] if late else 0
         return Failure(rank, _step_of(seen, rank), reason)
 

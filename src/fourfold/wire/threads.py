@@ -13,13 +13,28 @@ from fourfold.wire.backends.threads import Room, ThreadFabric
 from fourfold.wire.errors import RankFailed, Stalled
 from fourfold.wire.world import World
 
+GRACE = 10.0
+"""Seconds that the others have to notice that a rank has failed (less, where the time-out is shorter)."""
+POLL = 0.25
+"""Seconds between two looks of the launching thread."""
 
-def launch(size: int, body: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+
+def launch(
+    size: int,
+    body: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60.0,
+    stopping: Callable[[], bool] = lambda: False,
+) -> list[Any]:
     """Run `body(world, *args)` on `size` ranks, each a thread, and return the results in rank order.
 
+    The launching thread never blocks for longer than `POLL`, so that it hears signals; the ranks are daemons, so that
+    a rank which hangs does not keep the process alive.
+
     Args:
-        timeout: how long one rank may keep the others waiting inside a collective, and, once a rank has failed,
-            how long the others may take to notice (s).
+        timeout: how long one rank may keep the others waiting inside a collective (s).
+        stopping: whether somebody wishes to stop. The bodies must heed the wish themselves; but once it is there, a
+            collective that is stuck fails within seconds and not only after `timeout`.
 
     Raises:
         RankFailed: a rank raised; it names the rank, and its `__cause__` is that rank's exception.
@@ -41,7 +56,7 @@ def launch(size: int, body: Callable[..., Any], *args: Any, timeout: float = 60.
     for thread in threads:
         thread.start()
     try:
-        _join(threads, room)
+        _join(threads, room, stopping)
     except BaseException as error:
         room.fail(-1, error)
         raise
@@ -51,17 +66,19 @@ def launch(size: int, body: Callable[..., Any], *args: Any, timeout: float = 60.
     return results
 
 
-def _join(threads: list[threading.Thread], room: Room) -> None:
+def _join(threads: list[threading.Thread], room: Room, stopping: Callable[[], bool]) -> None:
     deadline = None
     while alive := [thread.name for thread in threads if thread.is_alive()]:
         with room.changed:
             if len(room.gone) < len(threads):
-                room.changed.wait(0.5)
+                room.changed.wait(POLL)
         if len(room.gone) == len(threads):
             for thread in threads:
-                thread.join()
+                thread.join(POLL)
+        if stopping():
+            room.hurry()
         if room.failure is not None:
-            deadline = deadline or time.monotonic() + room.timeout
+            deadline = deadline or time.monotonic() + min(room.timeout, GRACE)
             if time.monotonic() > deadline:
                 rank, error = room.failure
                 raise Stalled(f"rank {rank} failed ({error}), and {', '.join(alive)} did not stop") from error

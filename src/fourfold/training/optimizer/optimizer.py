@@ -74,8 +74,8 @@ class Optimizer:
         """The learning rate of optimizer step `step`."""
         return learning_rate(self.options, step)
 
-    def step(self, lr: float) -> None:
-        """Update every parameter from its `.grad`, at learning rate `lr`.
+    def step(self, lr: float, scale: float = 1.0) -> None:
+        """Update every parameter from its `.grad` times `scale`, at learning rate `lr`; `.grad` is left scaled.
 
         A parameter that no row of this step reached counts as one whose gradient is zero, not as absent: weight decay
         and moments go on, in the flat shard as in the serial reference.
@@ -86,7 +86,22 @@ class Optimizer:
         if self._torch is not None:
             for group in self._torch.param_groups:
                 group["lr"] = lr
+            self._scale(self._torch, scale)
             self._torch.step()
+
+    def _scale(self, optimizer: torch.optim.Optimizer, scale: float) -> None:
+        """Fused kernels divide as they go, by the attributes that torch's GradScaler sets: one pass less.
+
+        They take the divisor in fp32, which is too coarse for gradients in fp64.
+        """
+        if self._fused and all(parameter.dtype == torch.float32 for parameter in self.parameters):
+            divisor = torch.tensor(1 / scale, device=self.parameters[0].device)
+            setattr(optimizer, "grad_scale", divisor)  # noqa: B010 - torch declares neither
+            setattr(optimizer, "found_inf", torch.zeros_like(divisor))  # noqa: B010
+        elif scale != 1.0:
+            for parameter in self.parameters:
+                assert parameter.grad is not None
+                parameter.grad.mul_(scale)
 
     def zero_grad(self) -> None:
         """Drop every gradient."""

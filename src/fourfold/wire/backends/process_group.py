@@ -17,6 +17,15 @@ from fourfold.wire.backends.nccl import NcclChannel
 from fourfold.wire.errors import WireError
 from fourfold.wire.world import World, whole
 
+RECORDER = {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}
+"""Settings of torch's flight recorder, which keeps the last 2000 collectives with their stacks.
+
+Only NCCL's watchdog ever writes it out; beside gloo it is off unless the person sets one of these, and `wire.Watch`
+tells who is missing. Its small, long-lived entries lie between the large blocks of the heap, which then cannot shrink:
+two ranks on a model of 11 M parameters grew from 0.47 to 1.26 GB in 80 steps with it (to 0.65 GB with 100 entries), and
+stayed at 0.45 GB without.
+"""
+
 
 def join(backend: str, rank: int, size: int, timeout: float) -> World:
     """Connect this process to the others.
@@ -27,6 +36,8 @@ def join(backend: str, rank: int, size: int, timeout: float) -> World:
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), whole("MASTER_PORT")
     if backend == "gloo" and is_loopback(address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if os.path.exists("/sys/class/net/lo") else "lo0")
+    if backend == "gloo" and not os.environ.keys() & RECORDER:
+        os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     limit = timedelta(seconds=timeout)
     store = _store(address, port, size, is_master=rank == 0 and not agent, timeout=limit)

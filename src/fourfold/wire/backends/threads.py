@@ -19,6 +19,9 @@ from torch import Tensor
 from fourfold.wire.errors import Mismatch, RankFailed, Stalled, WireError
 from fourfold.wire.work import Pending, Steps
 
+HURRY = 8.0
+"""Seconds that a collective may take once somebody wishes to stop: one that is stuck must not hold up the end."""
+
 
 class Post(NamedTuple):
     """What one rank put down for one slot: what it says that it is doing, and copies of its parts."""
@@ -42,9 +45,10 @@ class Room:
         self.size, self.timeout = size, timeout
         self.changed = threading.Condition()
         self.meetings: dict[Hashable, Meeting] = defaultdict(Meeting)
-        self.letters: dict[Hashable, deque[Tensor]] = defaultdict(deque)
+        self.letters: dict[Hashable, deque[Tensor]] = {}
         self.failure: tuple[int, BaseException] | None = None
         self.gone: set[int] = set()
+        self.hurried: float | None = None
 
     def fail(self, rank: int, error: BaseException) -> None:
         """A rank raised: break all others out. Only the first failure counts."""
@@ -56,6 +60,12 @@ class Room:
         """A rank's body has returned: it will post nothing more."""
         with self.changed:
             self.gone.add(rank)
+            self.changed.notify_all()
+
+    def hurry(self) -> None:
+        """Somebody wishes to stop: from now on a collective has `HURRY` seconds."""
+        with self.changed:
+            self.hurried = self.hurried or time.monotonic()
             self.changed.notify_all()
 
     def post(self, key: Hashable, index: int, post: Post) -> None:
@@ -86,16 +96,24 @@ class Room:
             RankFailed: another rank raised.
             Stalled: a missing rank has returned, or did not come in time.
         """
-        deadline = time.monotonic() + self.timeout
+        began = time.monotonic()
         while late := missing():
             self.check()
             names = ", ".join(map(str, late))
             if ended := [rank for rank in late if rank in self.gone]:
                 raise Stalled(f"{what}: rank {ended[0]} has returned and will never enter it")
-            left = deadline - time.monotonic()
+            left, limit = self._left(began)
             if left <= 0:
-                raise Stalled(f"{what}: rank {names} did not enter it within {self.timeout:g} s")
+                raise Stalled(f"{what}: rank {names} did not enter it within {limit}")
             self.changed.wait(left)
+
+    def _left(self, began: float) -> tuple[float, str]:
+        """Seconds left to a wait, and the limit in words."""
+        now = time.monotonic()
+        left, limit = began + self.timeout - now, f"{self.timeout:g} s"
+        if self.hurried is not None and max(began, self.hurried) + HURRY - now < left:
+            left, limit = max(began, self.hurried) + HURRY - now, f"{HURRY:g} s, after a signal to stop"
+        return left, limit
 
     def check(self) -> None:
         """Raise if another rank has failed."""
@@ -191,7 +209,7 @@ class ThreadChannel:
         """Put a copy into the receiver's box."""
         with self.room.changed:
             self.room.check()
-            self.room.letters[self.key, self.index, to, tag].append(tensor.clone())
+            self.room.letters.setdefault((self.key, self.index, to, tag), deque()).append(tensor.clone())
             self.room.changed.notify_all()
         return _Done()
 
@@ -231,17 +249,20 @@ class _Meet:
 class _Letter:
     def __init__(self, channel: ThreadChannel, tensor: Tensor, source: int, tag: int) -> None:
         self._channel, self._tensor, self._source, self._tag = channel, tensor, source, tag
-        self._box = channel.room.letters[channel.key, source, channel.index, tag]
+        self._key = (channel.key, source, channel.index, tag)
 
     def done(self) -> bool:
-        return bool(self._box)
+        return self._key in self._channel.room.letters
 
     def wait(self) -> None:
         room, sender = self._channel.room, self._channel.members[self._source]
         what = f"receive with tag {self._tag} on rank {self._channel.members[self._channel.index]}"
         with room.changed:
-            room.until(lambda: [] if self._box else [sender], what)
-            letter = self._box.popleft()
+            room.until(lambda: [] if self._key in room.letters else [sender], what)
+            box = room.letters[self._key]
+            letter = box.popleft()
+            if not box:  # tags may never come again: an empty box for each would stay for ever
+                del room.letters[self._key]
         if letter.numel() != self._tensor.numel() or letter.dtype != self._tensor.dtype:
             raise Mismatch(
                 f"{what}: expected {self._tensor.numel()} × {self._tensor.dtype} from rank {sender}, "
