@@ -105,3 +105,25 @@ def test_what_is_no_run_folder_is_refused(run_folder, damage, tmp_path):
     (run_folder / "ledger" / "rank-0.json").write_text(damage)
     with pytest.raises(ReportError, match="cannot be read as a run folder"):
         write(run_folder)
+
+
+def test_control_traffic_is_predicted_by_the_formulas_of_the_run(run_folder, synthetic):
+    formulas = synthetic["forecast"]()
+    formulas.send("z+data", "control", "all_gather", -8)
+    formulas.send("z", "weight", "all_gather", 1)  # the planner has said something of weights: that stands
+    (run_folder / "ledger" / "formulas.json").write_text(json.dumps(formulas.to_dict()))
+    rows = {row.what: row for row in write(run_folder).differences}
+    assert rows["bytes z+data control all_gather"][1:3] == (40, 40)
+    assert rows["bytes z weight all_gather"][1:3] == (16_000, 16_000)
+    (run_folder / "ledger" / "forecast.json").unlink()
+    rows = {row.what: row for row in write(run_folder).differences}
+    assert rows["bytes z weight all_gather"][1:3] == (16_001, 16_000)
+
+
+@pytest.mark.parametrize(("worst", "says"), [(0.049, "outside"), (0.051, "inside")])
+def test_the_time_forecast_is_held_against_its_interval(run_folder, synthetic, worst, says):
+    forecast = synthetic["forecast"]()
+    forecast.notes |= {"step seconds at best": 0.04, "step seconds at worst": worst}
+    (run_folder / "ledger" / "forecast.json").write_text(json.dumps(forecast.to_dict()))
+    words = " ".join(" ".join(Page(write(run_folder).path.read_text()).words).split())
+    assert f"the median step took 50.0 ms, {says} that interval" in words

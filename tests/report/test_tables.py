@@ -59,3 +59,18 @@ def test_memory_and_comparison(synthetic):
     assert rows["bytes z weight all_gather"].error == 0
     assert rows["step seconds"].error == pytest.approx(-0.1)
     assert "memory gather buffers" not in rows and tables.comparison(ledgers, None) == []
+
+
+def test_a_measured_peak_puts_together_what_a_run_cannot_tell_apart():
+    forecast = Ledger(memory={"parameters": 10, "gradients": 3, "optimizer": 20, "activations": 5, "other": 2})
+    forecast.notes["memory peak"] = 40.0
+    measured = Ledger(memory={"parameters": 10, "gradients": 2, "optimizer": 21}, notes={"memory peak": 44.0})
+    found = tables.memory({0: measured}, forecast)
+    assert found == {
+        "parameters": [10, 10],
+        "optimizer": [21, 20],
+        "gradients, activations and buffers": [13, 10],
+        "peak": [44, 40],
+    }
+    rows = {row.what: (row.forecast, row.measured) for row in tables.comparison({0: measured}, forecast)}
+    assert rows == {f"memory {category}": (told, seen) for category, (seen, told) in found.items()}
