@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 
 QUIET = {
-    "KINETO_LOG_LEVEL": "6",  # the profiler announces every start and stop
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # the profiler warns of memory that it did not see allocated
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
