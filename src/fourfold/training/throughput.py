@@ -17,7 +17,7 @@ SIZES = {"cpu": (512, 1024), "cuda": (8192,)}
 """Sides of the square products whose best rate counts as the peak."""
 TRIES = 32
 """The best of so many products is the peak. On a busy machine the others measure the neighbours: a small product is
-done within one time slice (3 ms), and reached 160 GFLOP/s where every one of 1024 was interrupted and reached 60 to 90."""
+done within one time slice (3 ms) and reached 160 GFLOP/s where all of 1024 were interrupted and reached 60 to 90."""
 
 
 @dataclass(frozen=True)
