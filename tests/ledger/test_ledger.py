@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fourfold.ledger import Difference, Flow, Ledger, Span, Traffic
-from fourfold.ledger.ledger import KINDS, MEMORY
+from fourfold.ledger.ledger import KEPT, KINDS, MEMORY
 
 
 def test_bytes_and_calls_add_up_by_flow() -> None:
@@ -41,6 +41,21 @@ def test_the_sum_over_steps_is_a_copy() -> None:
     ledger.send("z", "weight", "all_gather", 1)
     ledger.traffic()[Flow("z", "weight", "all_gather")].bytes = 99
     assert ledger.sent() == 1
+
+
+def test_a_long_run_keeps_the_last_steps_and_the_sum_of_the_others() -> None:
+    ledger = Ledger()
+    ledger.begin(-1)
+    ledger.send("z", "control", "all_gather", 3)
+    for step in range(2 * KEPT):
+        ledger.begin(step)
+        ledger.send("z", "weight", "all_gather", 10)
+    assert len(ledger.steps) == KEPT
+    assert ledger.sent(2 * KEPT - 1) == ledger.sent(KEPT + 1) == 10
+    assert (ledger.sent(0), ledger.sent(-1)) == (0, 3)
+    assert ledger.sent() == 20 * KEPT + 3
+    assert ledger.traffic()[Flow("z", "weight", "all_gather")] == Traffic(2 * KEPT, 20 * KEPT)
+    assert Ledger.from_dict(ledger.to_dict()).traffic() == ledger.traffic()
 
 
 def test_spans_are_kept_only_while_recording() -> None:

@@ -68,7 +68,9 @@ def test_the_laws(name: str, values: list[float], dtype: torch.dtype) -> None:
     assert torch.equal(codec.decode(payload, x.numel(), dtype), back), "the same bytes decode to the same bits"
     assert torch.equal(carried(codec, back), back), "a projection: nothing more is lost the second time"
     assert torch.equal(carried(codec, torch.zeros_like(x)), torch.zeros_like(x))
-    assert torch.equal(carried(codec, 2 * x) if name == "bf16" else 2 * back, 2 * back), "powers of two pass through"
+    if name == "bf16":  # below the smallest normal number the spacing no longer scales with the number
+        exact = x.abs() >= torch.finfo(torch.float32).tiny
+        assert torch.equal(carried(codec, 2 * x)[exact], 2 * back[exact]), "powers of two pass through"
     lost = (x.double() - back.double()).square().sum()
     tiny = x.numel() * 2.0**-50 if name == "fp16" else 0.0  # fp16 rounds to multiples of 2⁻²⁴ below its normal range
     assert lost <= (1 - codec.contraction) * x.double().square().sum() + tiny
