@@ -9,6 +9,10 @@ from torch.overrides import TorchFunctionMode
 from fourfold import torch_private
 
 
+def test_this_torch_has_stateless_uniforms():
+    assert torch_private.has_stateless_uniform()
+
+
 def test_stateless_uniform_takes_one_key_a_row():
     keys = torch.zeros(3, 1, 2, dtype=torch.uint64, device="meta")
     assert torch_private.stateless_uniform(keys, torch.empty(3, 4, device="meta")).shape == (3, 4)

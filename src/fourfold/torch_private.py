@@ -31,6 +31,11 @@ def stateless_uniform(keys: Tensor, out: Tensor) -> Tensor:
     return torch.ops.aten._philox_uniform_(out, keys, 0.0, 1.0)
 
 
+def has_stateless_uniform() -> bool:
+    """This torch has `stateless_uniform`; 2.11 may not."""
+    return hasattr(torch.ops.aten, "_philox_uniform_")
+
+
 def safe_softmax(scores: Tensor) -> Tensor:
     """Softmax over the last dim in which a row of only -inf gives zeros (not NaN), as inside torch's own attention."""
     return torch.ops.aten._safe_softmax(scores, -1)
@@ -202,7 +207,8 @@ def reporting_agent(
         logs: its LogsSpecs.
         shutdown_timeout: seconds that workers have to end (s).
         on_failure: called in the agent's thread, once for each group that failed, with the exit code of every rank
-            that ended with another code than 0 (negative: a signal). Where it returns True, the group is not started again.
+            that ended with another code than 0 (negative: a signal). Where it returns True, the group is not started
+            again.
     """
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 

@@ -120,7 +120,12 @@ def _keep_cpu(x: Tensor, p: float, site: str) -> Tensor:
 
 
 def _keep_cuda(x: Tensor, p: float, site: str) -> Tensor:
-    """One key a row, made on the host: (hash of seed, step, site and logical row; offset 0)."""
+    """One key a row, made on the host: (hash of seed, step, site and logical row; offset 0).
+
+    A torch without stateless uniforms gets the mask of the CPU, copied: slower, and the same for every split of rows.
+    """
+    if not torch_private.has_stateless_uniform():
+        return _keep_cpu(x, p, site).to(x.device)
     position = _here(x, site)
     names = (f"{position.seed}/{position.step}/{_full(site)}/{position.row + row}" for row in range(position.rows))
     digests = [blake2b(name.encode(), digest_size=8).digest() for name in names]

@@ -33,9 +33,12 @@ class Axis:
     """The ranks along one axis (or a product of axes) as one of them sees it.
 
     Every call returns at once with a `Work`; the tensors belong to it until `work.wait()` has returned. Issue
-    collectives in the same order on every rank of the axis. Tensors are contiguous; shapes do not matter, only the
-    number of elements does. `kind` says what the bytes are for (`ledger.KINDS`); `codec` in which form they cross.
-    On an axis of one rank every call is an immediate copy, takes no codec and counts nothing.
+    collectives in the same order on every rank of the axis. Works of one round may be waited for in any order; an
+    all-reduce among more than two ranks has two, and its second starts on a rank only when that rank waits or
+    advances: wait for all-reduces in the order in which they were issued, or two ranks may wait for each other. (So
+    do `sync` and `placement`, whose gathers and scatters have one round.) Tensors are contiguous; shapes do not
+    matter, only the number of elements does. `kind` says what the bytes are for (`ledger.KINDS`); `codec` in which form
+    they cross. On an axis of one rank every call is an immediate copy, takes no codec and counts nothing.
 
     Attributes:
         name: "z", or "z+data" for a product.

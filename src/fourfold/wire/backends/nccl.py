@@ -16,6 +16,10 @@ from torch import Tensor
 
 from fourfold.wire.work import Pending, Steps
 
+# torch 2.13 gave these two new names; before, they were called otherwise and did the same.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class NcclChannel:
     """A group of NCCL processes as one of them sees it.
@@ -50,7 +54,7 @@ class NcclChannel:
     ) -> Pending:
         """NCCL's own if the shards are equal, else grouped messages."""
         if len(set(splits)) == 1:
-            return _Enqueued([dist.all_gather_single(out, shard, group=self.group, async_op=True)])
+            return _Enqueued([_gather(out, shard, group=self.group, async_op=True)])
         parts = out.split(list(splits))
         if parts[self.index].data_ptr() != shard.data_ptr():
             parts[self.index].copy_(shard)
@@ -73,7 +77,7 @@ class NcclChannel:
 
     def reduce_scatter(self, slot: int, out: Tensor, full: Tensor) -> Pending:
         """The backend's own sum of parts."""
-        return _Enqueued([dist.reduce_scatter_single(out, full, group=self.group, async_op=True)])
+        return _Enqueued([_reduce_scatter(out, full, group=self.group, async_op=True)])
 
     def broadcast(self, slot: int, tensor: Tensor, source: int) -> Pending:
         """The backend's own."""
