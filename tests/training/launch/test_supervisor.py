@@ -17,6 +17,7 @@ from fourfold.training.agent import Agent
 from fourfold.training.folder import RunFolder
 from fourfold.training.process import living
 from fourfold.training.supervisor import Supervisor
+from fourfold.wire import watch
 
 FAULTY = Path(__file__).with_name("faulty_rank.py")
 
@@ -29,11 +30,13 @@ def supervised(folder: Path, size: int, *, restarts: int = 0, stall_after: float
 
 
 def nobody_is_left(folder: Path) -> bool:
-    """No process of this run lives."""
+    """No process of this run lives: none that a watch file names, none that has the folder on its command line."""
+    pids = {sighting.pid for attempt in folder.glob("ranks/*") for sighting in watch.read_all(attempt)}
     return not [
         process
-        for process in psutil.process_iter(["cmdline", "status"])
-        if str(folder) in (process.info["cmdline"] or []) and process.info["status"] != psutil.STATUS_ZOMBIE
+        for process in psutil.process_iter(["pid", "cmdline", "status"])
+        if (process.info["pid"] in pids or str(folder) in (process.info["cmdline"] or []))
+        and process.info["status"] != psutil.STATUS_ZOMBIE
     ]
 
 

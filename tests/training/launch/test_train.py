@@ -69,21 +69,32 @@ def test_two_workers_train_and_the_run_folder_tells_all(tmp_path, tokens, capsys
 
 
 def test_one_of_four_workers_is_killed_and_the_run_ends_bit_for_bit_as_if_not(tmp_path, tokens):
+    """The unkilled run is on threads, whose bits are those of gloo."""
     plan = {"placement": {"data": 2, "z": 2, "shard": "parameters"}}
     settings = {"plan": plan, "steps": 60}
-    whole = train(loaded(tmp_path, tokens, run={"name": "whole", "checkpoint_every": 5}, **settings))
+    run = {"name": "whole", "checkpoint_every": 5}
+    whole = train(loaded(tmp_path, tokens, run=run, launch={"backend": "threads"}, **settings))
     place = tmp_path / "killed"
+    times = []
 
     def kill() -> None:
         while len(losses(place)) < 12:
             time.sleep(0.02)
         os.kill(living(place / "ranks" / "0")[2], signal.SIGKILL)
+        times.append(time.monotonic())
+        while not any(record["kind"] == "resume" for record in read(place / "journal.jsonl")):
+            time.sleep(0.02)
+        resumed = len(losses(place))
+        while len(losses(place)) <= resumed:
+            time.sleep(0.02)
+        times.append(time.monotonic())
 
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
     run = {"name": "killed", "checkpoint_every": 5}
     outcome = train(loaded(tmp_path, tokens, run=run, launch={"max_restarts": 2}, **settings))
     killer.join()
+    print(f"the group was back {times[1] - times[0]:.1f} s after the kill")
     assert outcome.ok
     assert [failure.rank for failure in outcome.failures] == [2]
     assert "killed by SIGKILL" in outcome.text()
