@@ -29,6 +29,8 @@ IMPORTED = (launch,)
 PATIENCE = 120.0
 """Seconds in which a run must come to the moment at which it is killed."""
 POLL = 0.002
+EVER = 10**9
+"""More than any run takes."""
 
 
 class Command:
@@ -40,7 +42,7 @@ class Command:
         assert run.name is not None
         self.config, self.folder = config, RunFolder(Path(run.folder) / run.name)
         self._draw = random.Random(seed)
-        self._inode = 0
+        self._inode = self._kept = 0
 
     def start(self, *more: str) -> int:
         """Fork a `fourfold train`, whose output goes nowhere. Returns the process."""
@@ -68,6 +70,7 @@ class Command:
         os.waitpid(child, 0)
         self._inode = self.folder.journal.stat().st_ino
         newest = checkpoint.latest(self.folder.checkpoints)
+        self._kept = self._starts(int(newest.name.removeprefix("step-")) if newest else 0)
         return {
             "killed": len(workers),
             "resumed": resumed,
@@ -83,12 +86,18 @@ class Command:
         return paths[-1] if paths else None
 
     def _begun(self) -> bool:
-        """This start has written into the journal: a resumed one cuts it back first, which makes another file of it."""
+        """This start has written into the journal, beside the starts before it that are left in it.
+
+        A resumed one first cuts the journal back to its checkpoint, which makes another file of it.
+        """
         journal = self.folder.journal
         if not journal.exists() or journal.stat().st_ino == self._inode:
             return False
-        kinds = [record["kind"] for record in read(journal)]
-        return "start" in (kinds[kinds.index("resume") :] if self._inode and "resume" in kinds else kinds)
+        return self._starts(EVER) > self._kept
+
+    def _starts(self, step: int) -> int:
+        """How many starts at or before a step are in the journal."""
+        return sum(record["kind"] == "start" and record["step"] <= step for record in read(self.folder.journal))
 
     def _step(self) -> int:
         return max((record["step"] for record in read(self.folder.journal)), default=0)
