@@ -143,7 +143,7 @@ VALUES = [
     bad("beta of one", "optimizer: {betas: [0.9, 1.0]}\n", "optimizer.betas.1", "below 1"),
     bad("norm of three", "optimizer: {clip_norm: 3}\n", "optimizer.clip_norm", "2 or inf"),
     bad("tensorboard maybe", "run: {tensorboard: maybe}\n", "run.tensorboard", "auto, or true or false"),
-    bad("files is text", "data: {name: text, files: a.txt}\n", "data.files", "write [a.txt]"),
+    bad("files is text", "data: {name: text, files: a.txt}\n", "data.files", 'write ["a.txt"]'),
     bad("no files", "data: {name: text, files: []}\n", "data.files", "at least one path"),
 ]
 
@@ -235,6 +235,14 @@ OVERRIDES = [
     over("empty part", "train..steps=3", "expected key.path=value"),
     over("space in the key", "train steps=3", "expected key.path=value"),
     over("unclosed list", "optimizer.betas=[0.9", "optimizer.betas", "quote and bracket closed"),
+    over("list of bare words", "data.files=[a/b.txt]", "data.files", """write 'data.files=["a/b.txt"]'"""),
+    bad(
+        "text for a list",
+        "data: {name: text}\n",
+        "data.files",
+        """write 'data.files=["a/b.txt"]'""",
+        over=("data.files=a/b.txt",),
+    ),
     over("unclosed quote", 'hardware="here', "hardware", "quote and bracket closed"),
     over("wrong type", "train.steps=many", "train.steps", "'many'"),
     over("quoted number", 'train.steps="3"', "train.steps", "write 3"),

@@ -26,6 +26,16 @@ def test_it_loads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert loaded.origins.describe("model").startswith(f"examples/{path.name}:")
 
 
+def test_the_hugging_face_example_takes_a_folder_instead_of_its_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "config.json").write_text("{}")
+    loaded = load("examples/hf_causal_lm.yaml", [f"model.path={tmp_path}", "model.config=null"])
+    model = loaded.config.to_dict()["model"]
+    assert (model["path"], model["config"]) == (str(tmp_path), None)
+
+
 def test_the_python_example_is_ten_lines_of_the_public_names() -> None:
     body = ast.parse((ROOT / "examples" / "python_api.py").read_text(encoding="utf-8")).body
     statements = [node for node in body if not isinstance(node, (ast.Import, ast.ImportFrom, ast.Expr))]

@@ -187,3 +187,12 @@ def test_a_reader_that_leaves_early_is_no_traceback() -> None:
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, timeout=120)
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_plan_as_json_says_whether_some_plan_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.yaml").write_text("model: {layers: 1, width: 8, heads: 1, context: 8}\ndata: {sequence: 8}\n")
+    given = [str(tmp_path / "a.yaml"), "plan.placement.data=2", "hardware=2x rtx4090"]
+    for rows, ok in ((1, False), (2, True)):
+        code = main(["plan", *given, f"train.batch={rows}", "--json"])
+        found = json.loads(capsys.readouterr().out)
+        assert (code, found["ok"], found["best"] is not None) == (int(not ok), ok, ok)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 import pytest
@@ -34,6 +35,23 @@ def test_values(written: str, value: Any) -> None:
     assert problems == []
     assert overrides[0].path == ("a", "b")
     assert (type(overrides[0].value), overrides[0].value) == (type(value), value)
+
+
+@pytest.mark.parametrize(
+    ("written", "advised"),
+    [
+        ("[notes/sub/b.txt]", """'data.files=["notes/sub/b.txt"]'"""),
+        ("[a.txt, b c.txt]", """'data.files=["a.txt", "b c.txt"]'"""),
+        ("[a.txt", None),
+        ("[a.txt, 'b.txt]", None),
+    ],
+)
+def test_a_list_of_bare_words_is_given_back_so_that_it_can_be_pasted(written: str, advised: str | None) -> None:
+    _, (problem,) = parse([f"data.files={written}"])
+    assert problem.text.endswith(f"write {advised}" if advised else "put the argument in single quotes for the shell")
+    if advised:
+        (again,), problems = parse(shlex.split(advised))
+        assert (again.path, problems) == (("data", "files"), [])
 
 
 def test_they_are_laid_over_and_the_file_stays_as_it_was() -> None:

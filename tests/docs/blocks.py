@@ -5,7 +5,7 @@ A comment on the line before a block says more:
     <!-- not run: REASON -->      the block is shown only (the reason is for the reader of the source)
     <!-- run instead: COMMAND --> a shorter form of the same command
     <!-- exits: 2 -->             the last command ends with this code
-    <!-- file: PATH -->           the block is the content of a file
+    <!-- file: PATH -->           the block is the content of a file; README's are there for its commands
 """
 
 from __future__ import annotations

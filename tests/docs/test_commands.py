@@ -26,6 +26,9 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if path and (ROOT / path).is_file():
             (scratch / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / path, scratch / path)
+    for block in all_blocks():
+        if block.document == "README.md" and "file" in block.marks:
+            (scratch / block.marks["file"]).write_text(block.text)
     _lend(Path(sys.prefix), scratch)
     return scratch
 

@@ -153,7 +153,7 @@ def test_what_is_said_and_what_is_missing_is_noted(tmp_path):
 def test_nothing_but_an_earlier_export_is_ever_replaced(tmp_path):
     trained(tmp_path / "run", CASES["gpt2"])
     export(tmp_path / "run", tmp_path / "out")
-    with pytest.raises(ExportError, match="expected an empty folder or none"):
+    with pytest.raises(ExportError, match="expected an empty folder or none, .* with --overwrite"):
         export(tmp_path / "run", tmp_path / "out")
     (tmp_path / "out" / "model.safetensors").write_bytes(b"")
     export(tmp_path / "run", tmp_path / "out", overwrite=True)

@@ -121,8 +121,18 @@ def test_what_a_resumed_run_may_change(trained: Path, capsys: pytest.CaptureFixt
     assert "resumed with another train.steps: 6, was 4" in said
     assert said.count("resumed with another") == 2
     assert sorted(losses()) == [1, 2, 3, 4, 5, 6]
-    assert train("--resume", "train.steps=6", "optimizer.lr=0.02", "plan.placement.precision=bf16") == 0
+    assert train("--resume", "train.steps=7", "optimizer.lr=0.02", "plan.placement.precision=bf16") == 0
     assert "resumed with another plan.placement.precision: bf16, was fp32" in words(capsys)
+
+
+@pytest.mark.parametrize("more", [[], ["plan.placement.data=2"], ["train.steps=3"]])
+def test_a_run_that_has_ended_is_left_as_it_is(
+    more: list[str], trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(trained)
+    assert train("--resume", *more) == 2
+    assert re.search(r"runs/mine is already at step 4 of [34]; raise train\.steps to go on", words(capsys))
+    assert files(trained) == before
 
 
 # ---- checkpoints that are not what they should be
@@ -141,7 +151,7 @@ def test_a_corrupted_checkpoint_is_named_with_the_one_before_it(
     damaged = newest()
     flip(damaged / "rank-00000.safetensors")
     kept = files(RUN.path)
-    assert train("--resume", "train.steps=4") == 2
+    assert train("--resume", "train.steps=6") == 2
     said = words(capsys)
     assert "step-00000004" in said
     assert "step-00000003 is whole: load that one" in said
@@ -170,7 +180,7 @@ def test_a_checkpoint_of_another_run_is_refused(
     shutil.copytree("runs/other/checkpoints", RUN.checkpoints)
     journal = RUN.journal.read_bytes()
     capsys.readouterr()
-    assert train("--resume") == 2
+    assert train("--resume", "train.steps=6") == 2
     assert re.search(said, words(capsys))
     assert RUN.journal.read_bytes() == journal
 
@@ -267,7 +277,8 @@ def test_a_signal_during_a_step_saves_stops_and_loses_nothing(
     assert train("train.steps=100000", "optimizer.decay=constant", "run.checkpoint_every=2") == 0
     killer.join()
     said = words(capsys)
-    assert "go on with run.resume=true run.name=mine" in said
+    settings = "train.steps=100000 optimizer.decay=constant run.checkpoint_every=2"
+    assert f"and saved; to go on: fourfold train config.yaml {settings} run.name=mine --resume\n" in said
     steps = losses()
     assert sorted(steps) == list(range(1, len(steps) + 1))
     assert newest().name == f"step-{len(steps):08d}"

@@ -68,6 +68,10 @@ def test_exact_plans_equal_serial(placement, microbatches):
     assert len(found.steps) == 2 and found.to_dict()["verdict"].startswith("equal to serial")
 
 
+def test_one_rank_is_not_called_ranks():
+    assert "1 step on 1 rank (threads)" in verdict(case({}, steps=1)).text()
+
+
 def test_adam_with_infinity_norm():
     options = OptimizerOptions(lr=1e-2, clip=0.01, clip_norm=float("inf"), warmup=2, decay="cosine", steps=3)
     assert verdict(case({"z": 3, "shard": "parameters"}, steps=3, options=options)).ok

@@ -17,8 +17,9 @@ QUIET = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0: done, and what was checked holds. 1: it does not hold, or the run failed. 2: bad input, said in plain words.
-    3: a defect of fourfold; the traceback is in a file that is named. 130: stopped by Ctrl-C.
+    0: done, and what was checked holds; also a run that a signal stopped and that saved. 1: it does not hold, or the
+    run failed. 2: bad input, said in plain words. 3: a defect of fourfold; the traceback is in a file that is named.
+    130: ended at once by Ctrl-C.
     """
     from fourfold.cli.commands import app
 

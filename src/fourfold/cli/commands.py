@@ -55,13 +55,13 @@ def train(
 
     loaded = load(config, [*overrides, *(["run.resume=true"] if resume else [])])
     with printing(json), blaming(loaded):
-        from fourfold.cli.trained import Trained
+        from fourfold.cli.trained import Trained, again
         from fourfold.training.launch import train as run
 
         outcome = run(loaded)
         if not speaks():
             return 0 if outcome.ok else 1
-        result = Trained.of(outcome)
+        result = Trained.of(outcome, again(config, overrides, outcome.folder.name))
     return show(result, json)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from fourfold.config import Config
 from fourfold.hardware import Cluster
 from fourfold.plan import Plan
@@ -10,7 +13,27 @@ from fourfold.training.choice import default_workers
 from fourfold.training.subject import subject
 
 
-def outlook(config: Config) -> Outlook:
+@dataclass(frozen=True)
+class Planned:
+    """The planner's answer, as a command shows it."""
+
+    outlook: Outlook
+
+    @property
+    def ok(self) -> bool:
+        """Some plan fits."""
+        return self.outlook.ok
+
+    def to_dict(self) -> dict[str, Any]:
+        """Whether some plan fits, and all that was forecast."""
+        return {"ok": self.ok} | self.outlook.to_dict()
+
+    def text(self) -> str:
+        """The planner's tables."""
+        return self.outlook.text()
+
+
+def outlook(config: Config) -> Planned:
     """The forecast of the config's plan, or of all plans for its workers, ranked.
 
     `hardware: here` is this machine with as many workers as the plan, launch.workers or its cores say; a named cluster
@@ -22,4 +45,4 @@ def outlook(config: Config) -> Outlook:
         cluster = here(workers or default_workers())
     else:
         cluster = Cluster.parse(config.hardware)
-    return plan(subject(config), cluster, given, world=workers)
+    return Planned(plan(subject(config), cluster, given, world=workers))

@@ -31,6 +31,7 @@ def load_run_or_config(path: str, overrides: Sequence[str]) -> tuple[Loaded, Pat
         ConfigError: as `load`; or settings were given for a run, which is what it was.
     """
     if not Path(path).is_dir():
+        _no_part_of_a_run(path)
         return load(path, overrides), None
     if overrides:
         found, config = " ".join(overrides), Path(path) / "config.yaml"
@@ -108,12 +109,21 @@ def among(what: str, names: Iterable[str], known: Sequence[str]) -> None:
 
 def run_folder(path: str) -> str:
     """Refuse what is not a folder, with the nearest name."""
+    _no_part_of_a_run(path)
     if not Path(path).is_dir():
         beside = Path(path).parent
         names = sorted(entry.name for entry in beside.iterdir() if entry.is_dir()) if beside.is_dir() else []
         found = f"expected a run's folder, found no {path!r}{nearest(Path(path).name, names)}; runs lie in run.folder"
         raise ConfigError([Problem("command line", "", found)])
     return path
+
+
+def _no_part_of_a_run(path: str) -> None:
+    """Refuse a file of a run, such as its report, where the run's folder is meant; its config is a config."""
+    file, folder = Path(path), Path(path).parent
+    if file.is_file() and file.suffix not in (".yaml", ".yml", ".toml") and (folder / "config.yaml").is_file():
+        text = f"expected a run's folder, found the file {file.name!r} in it; name the folder: {folder}"
+        raise ConfigError([Problem("command line", "", text)])
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from fourfold.config import yaml_text
+from fourfold.config.overrides import COMMAND
 from fourfold.config.problem import Origins, Path, Problem, nearest
 from fourfold.config.schema import Section
 from fourfold.config.shape import Spot, everywhere, kinds, locate, words
@@ -20,7 +23,7 @@ def complaints(error: ValidationError, origins: Origins) -> list[Problem]:
     found: dict[Path, Problem] = {}
     for detail in error.errors(include_url=False):
         spot = locate(detail["loc"])
-        path, text = _read(detail, spot)
+        path, text = _read(detail, spot, origins)
         found.setdefault(path, Problem(origins.of(path), ".".join(path), text))
     return list(found.values())
 
@@ -41,7 +44,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 
-def _read(detail: ErrorDetails, spot: Spot) -> tuple[Path, str]:
+def _read(detail: ErrorDetails, spot: Spot, origins: Origins) -> tuple[Path, str]:
     """The key to report at (an error about two settings names its own) and the text."""
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "relation":
@@ -59,6 +62,8 @@ def _read(detail: ErrorDetails, spot: Spot) -> tuple[Path, str]:
     expected = words(spot.field)
     if kind == "missing":
         return spot.path, f"expected {expected}, found nothing; write `{spot.path[-1]}: …` under {spot.path[-2]}"
+    if isinstance(value, str) and expected.startswith("a list"):
+        return spot.path, f"expected {expected}, found {shown(value)}; write {_listed(spot.path, value, origins)}"
     return spot.path, f"expected {expected}, found {shown(value)}; {_remedy(spot, expected, value)}"
 
 
@@ -107,9 +112,13 @@ def _remedy(spot: Spot, expected: str, value: Any) -> str:
             return f"write {meant[value.lower()]}"
     if isinstance(value, float) and value.is_integer() and "whole number" in expected:
         return f"write {int(value)}"
-    if isinstance(value, str) and expected.startswith("a list"):
-        return f"write [{value}]"
     return _more(spot.path).removeprefix("; ")
+
+
+def _listed(path: Path, value: str, origins: Origins) -> str:
+    """One text as a list: the same in YAML and TOML, and quoted for the shell where it came from there."""
+    listed = json.dumps([value], ensure_ascii=False)
+    return shlex.quote(f"{'.'.join(path)}={listed}") if origins.of(path) == COMMAND else listed
 
 
 def _more(path: Path) -> str:

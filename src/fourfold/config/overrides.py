@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -38,9 +40,7 @@ def parse(texts: Iterable[str]) -> tuple[list[Override], list[Problem]]:
             try:
                 overrides.append(Override(path, _value(written.strip())))
             except ValueError:
-                wanted = "expected a TOML value, with every quote and bracket closed"
-                text = f"{wanted}, found {written[:60]!r}; put the argument in single quotes for the shell"
-                problems.append(Problem(COMMAND, ".".join(path), text))
+                problems.append(Problem(COMMAND, ".".join(path), _malformed(key, written.strip())))
     return overrides, problems
 
 
@@ -61,6 +61,15 @@ def merge(settings: dict[str, Any], overrides: Iterable[Override]) -> tuple[dict
         inner[override.path[-1]] = override.value
         places[override.path] = COMMAND
     return merged, places
+
+
+def _malformed(key: str, written: str) -> str:
+    """What to write instead of a value that is no TOML; a list of bare words is given back with its quotes."""
+    remedy = "put the argument in single quotes for the shell"
+    if re.fullmatch(r"\[[^\[\]{}\"']+\]", written):
+        listed = json.dumps([yaml_text.scalar(part.strip()) for part in written[1:-1].split(",")], ensure_ascii=False)
+        remedy = f"text in a list is quoted: write {shlex.quote(f'{key}={listed}')}"
+    return f"expected a TOML value, with every quote and bracket closed, found {written[:60]!r}; {remedy}"
 
 
 def _value(written: str) -> Any:

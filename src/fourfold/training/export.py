@@ -170,7 +170,8 @@ def _check_target(target: Path, overwrite: bool) -> None:
     inside = list(target.iterdir())
     if inside and not overwrite:
         raise ExportError(
-            f"{target}: expected an empty folder or none, found {len(inside)} entries; name another folder"
+            f"{target}: expected an empty folder or none, found {len(inside)} entries; name another folder, "
+            "or replace an earlier export with --overwrite"
         )
     if inside and ((target / "config.json") not in inside or any(path.is_dir() for path in inside)):
         raise ExportError(f"{target}: expected an earlier export to replace, found something else; name another folder")

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.config import Config, load, resolved
-from fourfold.training import changes
+from fourfold.training import changes, checkpoint, journal
+from fourfold.training.checkpoint import manifest
 
 
 class FolderError(ValueError):
@@ -110,6 +111,26 @@ def create(config: Config) -> RunFolder:
             f"run.folder: cannot make {folder.path} ({error.strerror}); set run.folder to a place that can be written"
         ) from error
     return folder
+
+
+def refuse_finished(config: Config) -> None:
+    """Look, before anything is planned or touched, whether a run that is to go on has steps left.
+
+    A run that was killed after its last step, while it evaluated, has not ended and may go on.
+
+    Raises:
+        FolderError: it has ended at its last step or beyond; or it cannot be resumed, as `create` would say.
+    """
+    if not config.run.resume:
+        return
+    folder = _resumed(config, Path(config.run.folder))
+    newest = checkpoint.latest(folder.checkpoints)
+    done, wanted = manifest.read(newest).step if newest is not None else 0, config.train.steps
+    ended = any(record["kind"] == "end" for record in journal.read(folder.journal))
+    if done > wanted or (done == wanted and ended):
+        raise FolderError(
+            f"run.resume: run {folder.path} is already at step {done} of {wanted}; raise train.steps to go on"
+        )
 
 
 def describe_origin(why: Iterable[str]) -> dict[str, Any]:

@@ -45,6 +45,7 @@ def train(loaded: Loaded) -> TrainOutcome:
     config = loaded.config
     if "RANK" in os.environ:
         return _joined(config)
+    folder.refuse_finished(config)
     with busy("looking at plans"):
         choice = choose(config)
     place = _begin(config, choice)
@@ -197,7 +198,7 @@ def _joined(config: Config) -> TrainOutcome:
         place = RunFolder(Path(agree(everyone, decided)))
         config = place.read_config()
         screens = [screen(config.train.steps)] if world.rank == 0 else []
-        with Stop() as stop:
+        with Stop(tells=world.rank == 0) as stop:
             ending = Rank(place, screens=screens, stop=stop)(world)
         everyone.barrier()  # every rank's ledger is written before the first one reports
         return _finished(place, _plan_of(config), ending)
@@ -212,6 +213,8 @@ def _first_decides(config: Config) -> Path:
         if earlier is not None:
             run = config.run.model_copy(update={"resume": True, "name": earlier.path.name})
             config = config.model_copy(update={"run": run})
+    else:
+        folder.refuse_finished(config)
     return _begin(config, choose(config, workers=int(os.environ["WORLD_SIZE"]))).path
 
 

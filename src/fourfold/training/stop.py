@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import threading
 from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+HEARD = "stopping after this step; once more to end at once"
+STDERR = 2
 
 
 class Stop:
@@ -19,7 +23,13 @@ class Stop:
         asked: which signal came; None before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, tells: bool = True) -> None:
+        """Nothing is caught yet.
+
+        Args:
+            tells: say on stderr at once that the first signal was heard: a step may take a while.
+        """
+        self._tells = tells
         self.asked: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
 
@@ -38,8 +48,17 @@ class Stop:
     def _heard(self, number: int, frame: FrameType | None) -> None:
         self.asked = signal.Signals(number)
         self._restore()
+        if self._tells:
+            _say(HEARD)
 
     def _restore(self) -> None:
         before, self._before = self._before, {}
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _say(line: str) -> None:
+    """Write past Python's buffers, which the signal may have interrupted; on a terminal, over `^C` and a bar."""
+    with contextlib.suppress(OSError):
+        start = "\r\x1b[2K" if os.isatty(STDERR) else ""
+        os.write(STDERR, f"{start}{line}\n".encode())

@@ -16,7 +16,7 @@ from torch import nn
 from fourfold.config import Config
 from fourfold.placement.arena import Fill
 from fourfold.plan import Plan
-from fourfold.training import subject, tensorboard, trainer
+from fourfold.training import subject, tensorboard, trainer, values
 from fourfold.training.data import Prepared, prepare
 from fourfold.training.folder import RunFolder
 from fourfold.training.process import as_rank, leave
@@ -60,7 +60,7 @@ class Rank:
         model, weights = subject.deferred_model(config)
         first = world.rank == 0
         throughput, note = _throughput(config, plan, model, world) if first else (None, None)
-        subject.fill_buffers(model, config.seed)
+        values.fill_buffers(model, config.seed)
         self.run = run = _place(config, plan, model, weights, world)
         path = trainer.resume(run, self.folder)
         recorder = self._recorder(config, run, data, path) if first else Recorder()
@@ -127,7 +127,7 @@ def main(arguments: Sequence[str]) -> int:
     folder = RunFolder(Path(arguments[0]))
     attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
     ranks = folder.ranks(attempt)
-    with Stop() as stop:
+    with Stop(tells=False) as stop:  # the parent tells
         body = Rank(folder, stop=stop)
 
         def work() -> None:

@@ -147,8 +147,8 @@ class Verdict:
         return [
             f"plan       {self.plan}",
             f"promise    {kind}",
-            f"run        {len(self.steps)} steps on {self.ranks} ranks ({self.backend}), beside one plain process, "
-            f"in {self.plan.placement.precision}",
+            f"run        {_counted(len(self.steps), 'step')} on {_counted(self.ranks, 'rank')} ({self.backend}), "
+            f"beside one plain process, in {self.plan.placement.precision}",
         ]
 
     def _table(self) -> list[str]:
@@ -216,6 +216,10 @@ def plan_bound(plan: Plan) -> float:
         codec = plan.wire.gradient.module.Codec(plan.wire.gradient.options)
         bound += 0.0 if codec.exact else 2 * sqrt(max(0.0, 1 - codec.contraction))
     return 2 * bound
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:

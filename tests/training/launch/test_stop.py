@@ -20,6 +20,14 @@ def test_the_first_signal_is_a_wish(number):
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.parametrize("tells", [True, False])
+def test_the_first_signal_is_answered_at_once(tells, capfd):
+    with Stop(tells=tells):
+        os.kill(os.getpid(), signal.SIGTERM)
+        told = capfd.readouterr().err
+    assert told == ("stopping after this step; once more to end at once\n" if tells else "")
+
+
 @pytest.fixture
 def interruptible():
     """A shell starts jobs in the background deaf to SIGINT, and Python then leaves it so."""

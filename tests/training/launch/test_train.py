@@ -16,7 +16,7 @@ from fourfold.config import Config, Loaded, load, resolved
 from fourfold.training import checkpoint
 from fourfold.training.choice import ChoiceError
 from fourfold.training.data import CorpusError, synthetic
-from fourfold.training.folder import RunFolder
+from fourfold.training.folder import FolderError, RunFolder
 from fourfold.training.journal import read
 from fourfold.training.launch import train
 from fourfold.training.process import living
@@ -133,6 +133,26 @@ def test_an_interrupted_run_saves_stops_and_can_be_resumed(tmp_path, tokens):
     assert outcome.stopped
     assert "go on with run.resume=true run.name=mine" in outcome.text()
     assert checkpoint.latest(tmp_path / "mine" / "checkpoints") is not None
+
+
+def test_a_run_that_has_ended_is_not_resumed_and_nothing_is_touched(tmp_path, tokens):
+    outcome = train(loaded(tmp_path, tokens, plan={"placement": {}}, run={"name": "mine"}))
+    before = {path: path.stat().st_mtime_ns for path in outcome.folder.rglob("*")}
+    again = {"name": "mine", "resume": True}
+    for plan, steps in (({"placement": {}}, 6), ({"placement": {"data": 2}}, 6), ("auto", 5)):
+        with pytest.raises(FolderError, match=rf"mine is already at step 6 of {steps}; raise train\.steps to go on"):
+            train(loaded(tmp_path, tokens, plan=plan, steps=steps, run=again))
+    assert {path: path.stat().st_mtime_ns for path in outcome.folder.rglob("*")} == before
+    assert train(loaded(tmp_path, tokens, plan={"placement": {}}, steps=8, run=again)).steps == 8
+
+
+def test_a_run_that_was_killed_after_its_last_step_may_end(tmp_path, tokens):
+    outcome = train(loaded(tmp_path, tokens, plan={"placement": {}}, run={"name": "mine"}))
+    journal = outcome.folder / "journal.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(line for line in lines if json.loads(line)["kind"] not in ("end", "evaluation")))
+    ended = train(loaded(tmp_path, tokens, plan={"placement": {}}, run={"name": "mine", "resume": True}))
+    assert ended.validation == outcome.validation
 
 
 def test_what_can_be_checked_before_the_launch_is_checked_there(tmp_path, tokens):
