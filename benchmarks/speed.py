@@ -84,7 +84,10 @@ def peer(size: Size, mode: str) -> Callable[[Tensor], float]:
         trained: nn.Module = model
     else:
         trained = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=True)
     index = dist.get_rank()
 
     def step(tokens: Tensor) -> float:

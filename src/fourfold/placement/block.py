@@ -7,18 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
 
 from fourfold import randomness
 from fourfold.placement.departures import Departures
 from fourfold.placement.selective import recompute_attention
 from fourfold.placement.unit import Unit
+
+
+class RecomputeError(ValueError):
+    """A block that cannot be computed twice."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Block:
         first: bool,
         last: bool,
     ):
-        """Take over `module.forward`.
+        """Take over `module.forward`, unless there is nothing to do around it.
 
         Args:
             path: of the module in the model; the prefix of its random sites.
@@ -65,19 +70,28 @@ class Block:
         self.keep = False
         """The weights stay after forward: backward begins with this block."""
         self.inner: Callable[..., Any] = module.forward
-        module.forward = self.forward
+        rests = unit.arena.rest is unit.arena.shard and not unit.arena.transient
+        self.idle = rests and not random and recompute == "none"
+        """Whole weights are always here, and nothing is drawn or recomputed: the model's own forward is called."""
+        if not self.idle:
+            module.forward = self.forward
+
+    def compile(self, **settings: Any) -> None:
+        """Compile the block's own forward."""
+        self.inner = torch.compile(self.inner, **settings)
+        if self.idle:
+            self.module.forward = self.inner
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model calls."""
         if not torch.is_grad_enabled():
             return self._compute(randomness.current(), args, kwargs)
         if self.unit.arena.transient:
-            args, kwargs = self._mark(args, kwargs)
-        compute = partial(self._compute, randomness.current())
+            self._watch_inputs(args, kwargs)
         if self.recompute == "full":
-            result = checkpoint(compute, args, kwargs, use_reentrant=False, preserve_rng_state=False)
+            result = self._recomputed(args, kwargs)
         else:
-            result = compute(args, kwargs)
+            result = self._compute(randomness.current(), args, kwargs)
         if self.unit.arena.transient:
             for tensor in tensors(result):
                 if tensor.requires_grad:
@@ -112,33 +126,29 @@ class Block:
             self.neighbours.before.start()
         return gradient
 
-    def _mark(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Pass the inputs through an edge that tells when backward leaves the block."""
+    def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Ask to be told when backward leaves the block: when it has the gradients of all of the block's inputs."""
         inputs = [tensor for tensor in tensors((args, kwargs)) if tensor.requires_grad]
-        if not self.first or not inputs:
-            return args, kwargs
-        self.departures.expect_edge(self.unit)
-        marked = _Edge.apply(partial(self.departures.left, self.unit), *inputs)
-        replaced = dict(zip(map(id, inputs), marked, strict=True))
-        return _replace((args, kwargs), replaced)
+        if self.first and inputs:
+            self.departures.expect_edge(self.unit)
+            register_multi_grad_hook(inputs, lambda gradients: self.departures.left(self.unit), mode="all")
 
-
-class _Edge(torch.autograd.Function):
-    """Identity whose backward runs after everything between it and the loss."""
-
-    @staticmethod
-    def forward(ctx: Any, left: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.left = left
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        ctx.left()
-        return (None, *gradients)
+    def _recomputed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The block's forward, run again in backward: what it changes in place would be changed twice."""
+        held = [*tensors((args, kwargs)), *self.module.buffers()]
+        before = [tensor._version for tensor in held]
+        compute = partial(self._compute, randomness.current())
+        result = checkpoint(compute, args, kwargs, use_reentrant=False, preserve_rng_state=False)
+        if any(tensor._version != version for tensor, version in zip(held, before, strict=True)):
+            raise RecomputeError(
+                f"{self.path}: its forward changes an input or a buffer in place, and plan.placement.recompute: full "
+                "would do that twice; use recompute: none or selective, or change the block"
+            )
+        return result
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists and mappings (a model output is a mapping)."""
+    """The tensors in nested tuples, lists, mappings (a model output is a mapping) and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -147,14 +157,6 @@ def tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, tuple | list):
         for entry in value:
             yield from tensors(entry)
-
-
-def _replace(value: Any, replaced: Mapping[int, Tensor]) -> Any:
-    """The same structure with some tensors exchanged; only plain containers are rebuilt."""
-    if isinstance(value, Tensor):
-        return replaced.get(id(value), value)
-    if type(value) is dict:
-        return {key: _replace(entry, replaced) for key, entry in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_replace(entry, replaced) for entry in value)
-    return value
+    elif is_dataclass(value) and not isinstance(value, type):
+        for entry in fields(value):
+            yield from tensors(getattr(value, entry.name))

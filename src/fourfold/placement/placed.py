@@ -21,9 +21,10 @@ from fourfold.placement.layout import Layout
 from fourfold.placement.membership import Group, Members, members
 from fourfold.placement.piece import Piece
 from fourfold.placement.precision import Precision
+from fourfold.placement.refusals import reads_explained, refuse
 from fourfold.placement.state import answer_state_dict
 from fourfold.placement.unit import Unit
-from fourfold.plan import Events, Placement
+from fourfold.plan import Codec, Events, Placement
 from fourfold.wire import Mesh
 
 
@@ -72,7 +73,7 @@ class Placed:
             self.blocks[0].unit.start()
         for unit in self._outer:
             unit.ready()
-        with ExitStack() as stack:
+        with ExitStack() as stack, reads_explained(self.options.shard):
             if position is not None and self.anatomy.dropouts:
                 stack.enter_context(randomness.at(position))
                 stack.enter_context(randomness.inside(self.model, ""))
@@ -83,7 +84,8 @@ class Placed:
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Backward of one micro-batch; on the step's last one the gradients become ready."""
         self.departures.open(last=last)
-        loss.backward()
+        with reads_explained(self.options.shard):
+            loss.backward()
         self.departures.close()
 
     def free(self) -> None:
@@ -110,9 +112,9 @@ class Placed:
         shipments = [
             traffic.Shipment(unit.arena.layout, last=unit is kept, outer=unit in self._outer) for unit in self.units
         ]
-        about: dict[str, Any] = {"shard": self.options.shard, "microbatches": microbatches, "itemsize": itemsize}
-        traffic.weights(shipments, parts, ledger=ledger, **about)
-        traffic.gradients(shipments, parts, ledger=ledger, **about)
+        about: dict[str, Any] = {"shard": self.options.shard, "microbatches": microbatches, "ledger": ledger}
+        traffic.weights(shipments, parts, itemsize=itemsize, **about)
+        traffic.gradients(shipments, parts, payload=self.units[0].payload, **about)
 
     # ---- the logical view
 
@@ -144,7 +146,7 @@ class Placed:
     def compile(self, **settings: Any) -> None:
         """Compile what is inside every block (`torch.compile`); gathering and freeing stay outside of the graphs."""
         for block in self.blocks:
-            block.inner = torch.compile(block.inner, **settings)
+            block.compile(**settings)
 
 
 def place(
@@ -157,6 +159,7 @@ def place(
     group: Group,
     events: Events,
     device: torch.device,
+    codec: Codec | None = None,
 ) -> Placed:
     """Give a plain model arenas for its weights, in place.
 
@@ -169,7 +172,9 @@ def place(
         group: sorts trained parameters for the optimizer.
         events: told when a unit's gradient is ready.
         device: where everything goes.
+        codec: the form in which gradients cross over z.
     """
+    refuse(model, ranks=options.world)
     precision = Precision.of(options.precision, device)
     itemsize = torch.empty(0, dtype=precision.message).element_size()
     axis = mesh["z"]
@@ -181,7 +186,9 @@ def place(
         layout = Layout.of(member.weights, axis.size)
         arena = Arena(layout, precision, axis.index, resident=not sharded, device=device)
         arena.fill(fill)
-        units.append(Unit(index, member.name, arena, axis, member.owners, hold=options.shard == "optimizer"))
+        units.append(
+            Unit(index, member.name, arena, axis, member.owners, hold=options.shard == "optimizer", codec=codec)
+        )
     for unit in units:
         unit.install()
     _place_buffers(model, precision, device)
@@ -202,11 +209,14 @@ def _shards(unit: Unit) -> Iterator[Shard]:
 
 
 def _place_buffers(model: nn.Module, precision: Precision, device: torch.device) -> None:
-    """Buffers are replicated; in fp64 the floating ones are widened, as `module.double()` would."""
+    """Buffers are replicated, and shared ones stay shared; in fp64 the floating ones are widened."""
+    placed: dict[int, Tensor] = {}
     for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             wide = precision.compute == torch.float64 and buffer.is_floating_point()
-            module._buffers[name] = buffer.to(device=device, dtype=torch.float64 if wide else buffer.dtype)
+            if id(buffer) not in placed:
+                placed[id(buffer)] = buffer.to(device=device, dtype=torch.float64 if wide else buffer.dtype)
+            module._buffers[name] = placed[id(buffer)]
 
 
 def _wrap_blocks(placed: Placed, sorted_: list[Members]) -> None:

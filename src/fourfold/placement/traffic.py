@@ -6,7 +6,7 @@ wire meters, exactly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fourfold.ledger import Ledger
@@ -48,13 +48,23 @@ def weights(
 
 
 def gradients(
-    shipments: Sequence[Shipment], axis: int, *, shard: str, microbatches: int, itemsize: int, ledger: Ledger
+    shipments: Sequence[Shipment],
+    axis: int,
+    *,
+    shard: str,
+    microbatches: int,
+    payload: Callable[[int], int],
+    ledger: Ledger,
 ) -> None:
-    """Gradient traffic over z in one step: one scatter a micro-batch, or one a step where gradients are held."""
+    """Gradient traffic over z in one step: one scatter a micro-batch, or one a step where gradients are held.
+
+    Args:
+        payload: bytes that so many elements become on the wire.
+    """
     for shipment in shipments:
         layout = shipment.layout
         if axis == 1 or not layout.trained:
             continue
         calls = 1 if shard == "optimizer" else microbatches
-        nbytes = formulas.reduce_scatter(axis, layout.trained * layout.parts * itemsize)
+        nbytes = formulas.reduce_scatter(axis, payload(layout.trained) * layout.parts)
         ledger.send("z", "gradient", "reduce_scatter", calls * nbytes, calls)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fourfold.placement.arena import Arena
 from fourfold.placement.layout import FROZEN
+from fourfold.plan import Codec
 from fourfold.wire import Axis, Work
 
 
@@ -41,6 +42,7 @@ class Unit:
         owners: for every slot, where its parameter hangs.
         hold: gradients stay whole on every rank until the last micro-batch (level optimizer), so that accumulation
             costs no traffic.
+        codec: the form in which gradients cross; None: as the message's type.
     """
 
     index: int
@@ -49,6 +51,7 @@ class Unit:
     axis: Axis
     owners: dict[str, tuple[Owner, ...]]
     hold: bool
+    codec: Codec | None = None
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     pins: int = 0
     _gather: tuple[Work, Tensor] | None = None
@@ -76,23 +79,27 @@ class Unit:
         """
         places = self.arena.places() if self.arena.layout.parts == 1 else None
         for number, slot in enumerate(self.arena.layout.trained_slots):
-            place = places[number] if places else None
-
-            def hook(parameter: Tensor, number: int = number, place: Tensor | None = place) -> None:
-                if place is not None:
-                    self._take(parameter, number, place)
-                fired(self, number)
-
+            hook = self._taking(places[number], number, fired) if places else self._telling(number, fired)
             self.parameters[slot.name].register_post_accumulate_grad_hook(hook)
 
-    def _take(self, parameter: Tensor, number: int, place: Tensor) -> None:
-        assert parameter.grad is not None
-        if self._summed or number in self._taken:
-            place.add_(parameter.grad)
-        else:
-            place.copy_(parameter.grad)
-        self._taken.add(number)
-        parameter.grad = None
+    def _telling(self, number: int, fired: Callable[[Unit, int], None]) -> Callable[[Tensor], None]:
+        return lambda parameter: fired(self, number)
+
+    def _taking(self, place: Tensor, number: int, fired: Callable[[Unit, int], None]) -> Callable[[Tensor], None]:
+        taken = self._taken
+
+        def hook(parameter: Tensor) -> None:
+            gradient = parameter.grad
+            assert gradient is not None
+            if self._summed or number in taken:
+                place.add_(gradient)
+            else:
+                place.copy_(gradient)
+            taken.add(number)
+            parameter.grad = None
+            fired(self, number)
+
+        return hook
 
     # ---- weights
 
@@ -110,7 +117,7 @@ class Unit:
         """Begin to bring the full weights in; does nothing when they are here or on their way."""
         if self.resident or self._gather is not None or self.arena.live:
             return
-        self.arena.allocate()
+        # The full arena gets its storage when the weights are here: what reads too early fails, it never reads rubbish.
         self._gather = self._send(self.arena.layout.size)
 
     def ready(self) -> None:
@@ -125,6 +132,7 @@ class Unit:
         if self._gather is not None:
             work, staged = self._gather
             work.wait()
+            self.arena.allocate()
             self.arena.unpack(staged)
             self._gather = None
 
@@ -197,7 +205,7 @@ class Unit:
         if self.hold:
             self._hold(gradients, last)
         else:
-            self._reduce(self.arena.pack(gradients, self.arena.precision.message))
+            self._reduce(self.arena.pack(gradients, self._crossing))
 
     def _complete(self) -> None:
         """One part: the gradients are in their places; those that did not come are zero."""
@@ -215,18 +223,28 @@ class Unit:
 
     def _hold(self, gradients: list[Tensor | None], last: bool) -> None:
         alone = last and self._held is None
-        packed = self.arena.pack(gradients, self.arena.precision.message if alone else self.arena.precision.master)
+        packed = self.arena.pack(gradients, self._crossing if alone else self.arena.precision.master)
         if self._held is not None:
             packed = self._held.add_(packed)
         if last:
             self._held = None
-            self._reduce(packed.to(self.arena.precision.message))
+            self._reduce(packed.to(self._crossing))
         else:
             self._held = packed
 
     def _reduce(self, message: Tensor) -> None:
         target = torch.empty_like(self.arena.gradient) if self._summed else self.arena.gradient
-        self._scatter = (self.axis.reduce_scatter(target, message.view(-1), "gradient"), target)
+        self._scatter = (self.axis.reduce_scatter(target, message.view(-1), "gradient", codec=self.codec), target)
+
+    def payload(self, count: int) -> int:
+        """Bytes that so many elements of a gradient become on the wire."""
+        itemsize = self._crossing.itemsize
+        return count * itemsize if self.codec is None else self.codec.wire_bytes(count, itemsize)
+
+    @property
+    def _crossing(self) -> torch.dtype:
+        """What a gradient message is packed in: a codec takes the master's type and makes its own form of it."""
+        return self.arena.precision.message if self.codec is None else self.arena.precision.master
 
     def settle(self) -> None:
         """The scatter begun by `pack` is complete when this returns."""

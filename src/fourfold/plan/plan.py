@@ -34,7 +34,8 @@ class Placement:
         overlap: gather the next unit's weights and scatter gradients while units compute; off: the same collectives,
             waited for at once (the bits are the same).
         bucket: smallest message in bytes; neighbours are merged until they reach it (0: one message a block). None:
-            4 MiB where full weights rest on every rank, one message a block where parameters are sharded.
+            25 MiB for plain replicas (as torch's DDP), 4 MiB where optimizer states or gradients are sharded, one
+            message a block where parameters are.
     """
 
     data: int = 1
@@ -73,7 +74,7 @@ class Placement:
         """Smallest message in bytes."""
         if self.bucket is not None:
             return self.bucket
-        return 0 if self.shard == "parameters" else 4 << 20
+        return {"none": 25 << 20, "optimizer": 4 << 20, "gradients": 4 << 20, "parameters": 0}[self.shard]
 
     @property
     def world(self) -> int:
@@ -145,7 +146,7 @@ class Plan:
                 "gradients cross in bf16: each rank's addend is rounded once, "
                 "so a sum is off by at most 2**-8 of the sum of the addends' magnitudes"
             )
-        if self.wire.gradient is not None:
+        if self.wire.gradient is not None and self.world > 1:
             codec = self.wire.gradient.module.Codec(self.wire.gradient.options)
             if not codec.exact:
                 reasons.append(f"gradients cross as {self.wire.gradient.name}: contraction {codec.contraction:g}")

@@ -31,10 +31,15 @@ def count(ledger: Ledger, plan: Plan, parcels: Sequence[Parcel], microbatches: i
         traffic.Shipment(parcel.layout, last=last in parcel.places, outer=not parcel.places) for parcel in parcels
     ]
     placement = plan.placement
-    about: dict[str, Any] = {"shard": placement.shard, "microbatches": microbatches, "itemsize": parcels[0].message}
-    traffic.weights(shipments, placement.z, ledger=ledger, **about)
-    traffic.gradients(shipments, placement.z, ledger=ledger, **about)
     chosen = plan.wire.gradient
+    coded = chosen.module.Codec(chosen.options) if chosen else None
+
+    def payload(elements: int) -> int:
+        return coded.wire_bytes(elements, parcels[0].master) if coded else elements * parcels[0].message
+
+    about: dict[str, Any] = {"shard": placement.shard, "microbatches": microbatches, "ledger": ledger}
+    traffic.weights(shipments, placement.z, itemsize=parcels[0].message, **about)
+    traffic.gradients(shipments, placement.z, payload=payload, **about)
     if chosen is None and placement.precision == "bf16":
         chosen = Technique.find("codec", "bf16")  # gradients between replicas cross as everything else does
     codec = chosen.module.Codec(chosen.options) if chosen else None

@@ -274,7 +274,7 @@ class Simulation:
             return
         self.live.add(unit)
         self.flying.add(unit)
-        self.account.hold(BUFFERS, parcel.full + parcel.staging)
+        self.account.hold(BUFFERS, parcel.staging)
 
     def _ready(self, unit: int) -> None:
         parcel = self.job.parcels[unit]
@@ -286,6 +286,7 @@ class Simulation:
         self._start(unit)
         if unit in self.flying:
             self.flying.remove(unit)
+            self.account.hold(BUFFERS, parcel.full)
             self.account.hold(BUFFERS, -parcel.staging)
 
     def _free(self, unit: int) -> None:

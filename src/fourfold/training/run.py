@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +22,7 @@ from fourfold.training.batch import Batch, batch_of
 from fourfold.training.boxes import boxes_of, names_of, scalars_of, set_scalars
 from fourfold.training.optimizer import Optimizer, OptimizerOptions, build, group_of
 from fourfold.training.step import Loss, Step, StepResult
+from fourfold.training.values import fill_buffers, values_of
 from fourfold.wire import Mesh, World, join
 
 
@@ -53,7 +53,8 @@ def parallelize(
         world: the ranks; None: join what torchrun's environment describes.
         seed: of every random number.
         example: a batch like those to come (one row is enough); None: the first one.
-        weights: `weights(name, start, stop, dtype)` gives flat elements of a logical weight; None: the model's own.
+        weights: `weights(name, start, stop, dtype)` gives flat elements of a logical weight; None: the model's own, or
+            what the initialisers of a model made by `fourfold.deferred` draw at `seed`.
         ledger: the record to write to.
 
     Raises:
@@ -289,8 +290,9 @@ class Run:
 
     def _placed_by(self, example: dict[str, Tensor]) -> Step:
         anatomy = survey(self.model, self.loss, example)
-        events = Events()
-        weights = self._weights or _own_weights(self.model, self.mesh)
+        events, codec = Events(), _codec(self.plan)
+        weights = self._weights or values_of(self.model, self.mesh, self.seed)
+        fill_buffers(self.model, self.seed)
         device = self.world.device
         placed = place(
             self.model,
@@ -301,41 +303,16 @@ class Run:
             group=group_of,
             events=events,
             device=device,
+            codec=codec if self.plan.wire.gradient else None,
         )
-        rule: Rule = self.plan.sync.module.Rule(self.plan.sync.options, self.mesh["data"], events, _codec(self.plan))
+        rule: Rule = self.plan.sync.module.Rule(self.plan.sync.options, self.mesh["data"], events, codec)
         optimizer = build(self.options, placed.shards)
         return Step(placed, rule, optimizer, self.loss, self.mesh, self.ledger, self.plan.schedule, self.seed, device)
 
 
 def _codec(plan: Plan) -> Codec | None:
-    """The form of gradients between replicas: what the plan says, or the type that moves."""
+    """The form in which gradients cross, over z and between replicas: what the plan says, or the type that moves."""
     chosen = plan.wire.gradient
     if chosen is None and plan.placement.precision == "bf16":
         chosen = Technique.find("codec", "bf16")
     return None if chosen is None else chosen.module.Codec(chosen.options)
-
-
-def _own_weights(model: nn.Module, mesh: Mesh) -> Fill:
-    """The values that the model holds, once it is certain that every rank holds the same."""
-    parameters = dict(model.named_parameters())
-    meta = [name for name, parameter in parameters.items() if parameter.is_meta]
-    if meta:
-        raise RunError(
-            f"model: {len(meta)} parameters have no values (on the meta device), the first is {meta[0]!r}; "
-            "give parallelize `weights`, or build the model on the CPU"
-        )
-    flat = {name: parameter.detach().reshape(-1).cpu() for name, parameter in parameters.items()}
-    checks = [float(zlib.crc32(values.contiguous().view(torch.uint8).numpy().data)) for values in flat.values()]
-    ranks = mesh.over("z", "data").collect(checks)
-    for rank, theirs in enumerate(ranks):
-        for name, mine, other in zip(flat, ranks[0], theirs, strict=True):
-            if mine != other:
-                raise RunError(
-                    f"model: rank {rank} holds other values of {name!r} than rank 0; expected the same on every rank. "
-                    "Seed every rank alike before building the model, or build it with fourfold.deferred"
-                )
-
-    def fill(name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        return flat[name][start:stop].to(dtype)
-
-    return fill

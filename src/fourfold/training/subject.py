@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fourfold.anatomy import deferred, initialiser
+from fourfold.anatomy import deferred
 from fourfold.config import Config
 from fourfold.config.schema import Corpus, Gpt, HfCausalLm, Sgd
 from fourfold.models import gpt
@@ -20,6 +20,7 @@ from fourfold.placement.arena import Fill
 from fourfold.planner.subject import Subject
 from fourfold.training.losses import cross_entropy
 from fourfold.training.optimizer import OptimizerOptions
+from fourfold.training.values import Drawn
 
 LOSSES = {"cross_entropy": cross_entropy}
 """What `loss.name` may say."""
@@ -124,25 +125,3 @@ def subject(config: Config) -> Subject:
         tokens_per_row=config.data.sequence,
         name=config.model.name,
     )
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """The values of a deferred model, drawn by its recorded initialisers at this seed."""
-
-    model: nn.Module
-    seed: int
-
-    def __call__(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Flat elements [start, stop) of the logical weight `name`."""
-        return initialiser(self.model, name).values(self.seed, start, stop, dtype)
-
-
-@torch.no_grad()
-def fill_buffers(model: nn.Module, seed: int) -> None:
-    """Give a deferred model's buffers their values: they are small, and no initialiser of a weight needs them."""
-    for name, buffer in list(model.named_buffers()):
-        if buffer.is_meta:
-            values = initialiser(model, name).values(seed, 0, buffer.numel(), buffer.dtype).view(buffer.shape)
-            owner, _, attribute = name.rpartition(".")
-            model.get_submodule(owner)._buffers[attribute] = values

@@ -14,6 +14,7 @@ from fourfold.plan import Plan
 from fourfold.training import subject
 from fourfold.training.choice import choose
 from fourfold.training.data import prepare
+from fourfold.training.values import fill_buffers
 from fourfold.verify.case import Case, Weights
 from fourfold.verify.ranks import on_processes, on_threads
 from fourfold.verify.verdict import Verdict
@@ -70,7 +71,7 @@ def case_of(config: Config, plan: Plan, steps: int) -> Case:
 def parallel_model(config: Config) -> tuple[nn.Module, Weights]:
     """The model as `fourfold train` makes it: without values, and where they come from."""
     model, weights = subject.deferred_model(config)
-    subject.fill_buffers(model, config.seed)
+    fill_buffers(model, config.seed)
     return model, weights
 
 

@@ -9,7 +9,7 @@ from fourfold.training import memory
 from fourfold.training.losses.cross_entropy import cross_entropy
 from fourfold.training.optimizer import OptimizerOptions
 from fourfold.training.run import Run, parallelize
-from fourfold.training.subject import Drawn
+from fourfold.training.values import Drawn
 from fourfold.wire import World, join, threads
 
 CONFIG = Config(vocabulary=64, context=16, layers=2, width=32, heads=2)
