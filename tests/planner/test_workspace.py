@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from fourfold.planner import workspace
+from fourfold.plan import Plan
+from fourfold.planner import Subject, forecast, here, workspace
 from fourfold.planner.measure import measured_peak
 from fourfold.planner.recorder import describe
 
@@ -84,3 +85,14 @@ def test_too_large_is_extrapolated_from_two_small_ones():
 
 def test_an_operator_that_needs_values_counts_nothing():
     assert workspace.measure(operator("aten.linalg_cholesky_ex.default", torch.zeros(3))) == 0
+
+
+def test_a_kernel_that_does_not_survive_made_up_inputs_does_not_end_the_planner() -> None:
+    """An LSTM's kernel reads packed weights by pointer: it is tried in a process of its own."""
+    model = torch.nn.LSTM(4, 4, batch_first=True)
+
+    def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        return model(batch["x"])[0].sum(), len(batch["x"])
+
+    subject = Subject(lambda: model, loss, {"x": torch.ones(2, 3, 4)}, rows=2)
+    assert forecast(subject, here(1), Plan.of()).peak > 0

@@ -98,7 +98,7 @@ class Run:
         """Use `parallelize`."""
         if plan.world != world.size:
             raise RunError(
-                f"plan ({plan}) needs {plan.world} ranks, found {world.size}; start {plan.world} "
+                f"plan ({plan}) needs {plan.world} rank{'s'[: plan.world > 1]}, found {world.size}; start {plan.world} "
                 f"(torchrun --nproc-per-node {plan.world}), or change plan.placement.data and z"
             )
         self.model, self.loss, self.options, self.plan = model, loss, optimizer, plan
