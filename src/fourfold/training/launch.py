@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from fourfold.training.agent import Agent
 from fourfold.training.choice import Choice, choose
 from fourfold.training.data import Prepared, prepare
 from fourfold.training.folder import RunFolder
+from fourfold.training.lock import locked
 from fourfold.training.outcome import TrainOutcome
 from fourfold.training.progress import Screen, busy, say, screen
 from fourfold.training.stop import Stop
@@ -48,7 +50,12 @@ def train(loaded: Loaded) -> TrainOutcome:
     folder.refuse_finished(config)
     with busy("looking at plans"):
         choice = choose(config)
-    place = _begin(config, choice)
+    with ExitStack() as held:
+        place = _begin(config, choice, held)
+        return _trained(place, choice)
+
+
+def _trained(place: RunFolder, choice: Choice) -> TrainOutcome:
     config = place.read_config()
     screens = [screen(config.train.steps)]
     try:
@@ -62,14 +69,19 @@ def train(loaded: Loaded) -> TrainOutcome:
             one.close()
 
 
-def _begin(config: Config, choice: Choice) -> RunFolder:
-    """Check the data, make the folder, and write down what will be run; nothing is written before the data is good."""
+def _begin(config: Config, choice: Choice, held: ExitStack) -> RunFolder:
+    """Check the data, make the folder, and write down what will be run; nothing is written before the data is good.
+
+    Args:
+        held: the folder is locked until this is closed.
+    """
     say(choice.why)
     with busy("preparing the text"):
         data = prepare(
             config.data, rows=config.train.batch, seed=config.seed, tokenizer_file=subject.tokenizer_file(config)
         )
     place = folder.create(config)
+    held.enter_context(locked(place.path))
     say([_amount(data, config), f"run: {place.path}"])
     run = config.run.model_copy(update={"name": place.path.name})
     config = config.model_copy(update={"plan": choice.plan.to_dict(), "run": run})
@@ -191,7 +203,8 @@ def _joined(config: Config) -> TrainOutcome:
     """Be one rank of a group that torchrun started: the first one decides, the others are told the folder."""
     torch.set_num_threads(config.launch.threads)
     # Before joining: forecasts run in forked processes, and a process with a backend's threads cannot be forked safely.
-    decided = str(_first_decides(config)) if os.environ["RANK"] == "0" else ""
+    held = ExitStack()
+    decided = str(_first_decides(config, held)) if os.environ["RANK"] == "0" else ""
     world = join("auto" if config.launch.backend == "threads" else config.launch.backend, config.launch.stall_after)
     try:
         everyone = Mesh(world, {"data": world.size}, Ledger(rank=world.rank)).over("data")
@@ -203,10 +216,11 @@ def _joined(config: Config) -> TrainOutcome:
         everyone.barrier()  # every rank's ledger is written before the first one reports
         return _finished(place, _plan_of(config), ending)
     finally:
+        held.close()
         world.leave()
 
 
-def _first_decides(config: Config) -> Path:
+def _first_decides(config: Config, held: ExitStack) -> Path:
     """The folder of a run that torchrun has started, or starts again."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         earlier = folder.started_by(Path(config.run.folder), folder.launcher())
@@ -215,7 +229,7 @@ def _first_decides(config: Config) -> Path:
             config = config.model_copy(update={"run": run})
     else:
         folder.refuse_finished(config)
-    return _begin(config, choose(config, workers=int(os.environ["WORLD_SIZE"]))).path
+    return _begin(config, choose(config, workers=int(os.environ["WORLD_SIZE"])), held).path
 
 
 def _plan_of(config: Config) -> Plan:
