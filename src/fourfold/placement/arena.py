@@ -51,11 +51,6 @@ class Arena:
         """The full weights are in memory."""
         return self.full.untyped_storage().nbytes() == self._bytes
 
-    @property
-    def full_bytes(self) -> int:
-        """Bytes of the full arena."""
-        return self._bytes
-
     def allocate(self) -> None:
         """Give the full arena its storage (contents undefined)."""
         if self.transient and not self.live:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from fourfold.plan.protocols import Codec
 from fourfold.plan.technique import Technique, TechniqueError
 
 SHARD = ("none", "optimizer", "gradients", "parameters")
@@ -136,6 +137,13 @@ class Plan:
     def world(self) -> int:
         """How many ranks this plan needs."""
         return self.placement.world
+
+    def replica_codec(self) -> Codec | None:
+        """The form in which gradients cross between replicas: what the plan says, or the type that weights move in."""
+        chosen = self.wire.gradient
+        if chosen is None and self.placement.precision == "bf16":
+            chosen = Technique.find("codec", "bf16")
+        return None if chosen is None else chosen.module.Codec(chosen.options)
 
     @property
     def inexact(self) -> tuple[str, ...]:

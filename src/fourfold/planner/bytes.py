@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from fourfold.ledger import Ledger
 from fourfold.placement import traffic
-from fourfold.plan import Events, Plan, Technique
+from fourfold.plan import Events, Plan
 from fourfold.planner.memory import Parcel
 
 
@@ -40,9 +40,6 @@ def count(ledger: Ledger, plan: Plan, parcels: Sequence[Parcel], microbatches: i
     about: dict[str, Any] = {"shard": placement.shard, "microbatches": microbatches, "ledger": ledger}
     traffic.weights(shipments, placement.z, itemsize=parcels[0].message, **about)
     traffic.gradients(shipments, placement.z, payload=payload, **about)
-    if chosen is None and placement.precision == "bf16":
-        chosen = Technique.find("codec", "bf16")  # gradients between replicas cross as everything else does
-    codec = chosen.module.Codec(chosen.options) if chosen else None
     seat = cast("Any", Seat("data", placement.data, 0))
-    rule = plan.sync.module.Rule(plan.sync.options, seat, Events(), codec)
+    rule = plan.sync.module.Rule(plan.sync.options, seat, Events(), plan.replica_codec())
     rule.forecast(ledger, [parcel.layout.trained for parcel in parcels if parcel.layout.trained], parcels[0].master)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from fourfold import torch_private
+from fourfold.placement.block import tensors
 
 BEFORE, AFTER = -1, 10**9
 """Places of what lies outside every block; a block's place is its number in execution order."""
@@ -93,7 +94,7 @@ class Recorder(torch_private.dispatch_mode()):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
-        outputs = list(_tensors(result))
+        outputs = list(tensors(result))
         born = sum(self._birth(tensor) for tensor in outputs)
         name = function._overloadpacket.__name__
         if name in ("bernoulli_", "bernoulli"):
@@ -108,7 +109,7 @@ class Recorder(torch_private.dispatch_mode()):
             self.storages[number][4] = "mask"
 
     def _operator(self, function: Any, args: Any, kwargs: Any, result: Any, outputs: list[Tensor], born: int) -> int:
-        inputs = list(_tensors((args, kwargs)))
+        inputs = list(tensors((args, kwargs)))
         moved = sum(tensor.numel() * tensor.itemsize for tensor in (*inputs, *outputs))
         record = {
             "name": str(function),
@@ -123,17 +124,6 @@ class Recorder(torch_private.dispatch_mode()):
             self.operators.append(record)
             self._operator_numbers[key] = len(self.operators) - 1
         return self._operator_numbers[key]
-
-
-def _tensors(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for entry in value.values():
-            yield from _tensors(entry)
-    elif isinstance(value, (tuple, list)):
-        for entry in value:
-            yield from _tensors(entry)
 
 
 def describe(value: Any) -> Any:

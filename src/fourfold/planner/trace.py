@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold import randomness, torch_private
 from fourfold.anatomy import Anatomy, survey
+from fourfold.placement.block import tensors
 from fourfold.placement.membership import members
 from fourfold.placement.selective import recompute_attention
 from fourfold.planner import blocks
@@ -79,7 +80,7 @@ def _inputs(subject: Subject, model: nn.Module, paths: Sequence[str]) -> dict[st
     found: dict[str, str] = {}
 
     def note(path: str, block: nn.Module, args: Any, kwargs: Any) -> None:
-        found[path] = str([tuple(tensor.shape) for tensor in _tensors((args, kwargs))])
+        found[path] = str([tuple(tensor.shape) for tensor in tensors((args, kwargs))])
 
     for path in paths:
         model.get_submodule(path).register_forward_pre_hook(partial(note, path), with_kwargs=True)
@@ -224,7 +225,7 @@ class _Places:
         if image not in self.order:
             self.order.append(image)
         place = self.order.index(image)
-        for tensor in _tensors((args, kwargs)):
+        for tensor in tensors((args, kwargs)):
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._enter, BACKWARD, place - 1 if place else BEFORE))
         self._enter(FORWARD, place)
@@ -233,7 +234,7 @@ class _Places:
             result = checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
         else:
             result = compute(*args, **kwargs)
-        for tensor in _tensors(result):
+        for tensor in tensors(result):
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._enter, BACKWARD, place))
         if len(self.order) == self.count:
@@ -259,14 +260,3 @@ class _Places:
         if phase == FORWARD and self.recorder.phase == BACKWARD:
             return  # computed again in backward
         self.recorder.phase, self.recorder.place = phase, place
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for entry in value.values():
-            yield from _tensors(entry)
-    elif isinstance(value, tuple | list):
-        for entry in value:
-            yield from _tensors(entry)

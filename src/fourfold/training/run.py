@@ -15,8 +15,7 @@ from fourfold.ledger import Ledger
 from fourfold.placement import Placed, place
 from fourfold.placement.arena import Fill
 from fourfold.placement.rows import share
-from fourfold.plan import Codec, Events, Plan, Rule
-from fourfold.plan.technique import Technique
+from fourfold.plan import Events, Plan, Rule
 from fourfold.training import checkpoint
 from fourfold.training.batch import Batch, batch_of
 from fourfold.training.boxes import boxes_of, names_of, scalars_of, set_scalars
@@ -290,7 +289,7 @@ class Run:
 
     def _placed_by(self, example: dict[str, Tensor]) -> Step:
         anatomy = survey(self.model, self.loss, example)
-        events, codec = Events(), _codec(self.plan)
+        events, codec = Events(), self.plan.replica_codec()
         weights = self._weights or values_of(self.model, self.mesh, self.seed)
         fill_buffers(self.model, self.seed)
         device = self.world.device
@@ -308,11 +307,3 @@ class Run:
         rule: Rule = self.plan.sync.module.Rule(self.plan.sync.options, self.mesh["data"], events, codec)
         optimizer = build(self.options, placed.shards)
         return Step(placed, rule, optimizer, self.loss, self.mesh, self.ledger, self.plan.schedule, self.seed, device)
-
-
-def _codec(plan: Plan) -> Codec | None:
-    """The form in which gradients cross, over z and between replicas: what the plan says, or the type that moves."""
-    chosen = plan.wire.gradient
-    if chosen is None and plan.placement.precision == "bf16":
-        chosen = Technique.find("codec", "bf16")
-    return None if chosen is None else chosen.module.Codec(chosen.options)
