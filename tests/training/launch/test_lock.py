@@ -36,3 +36,10 @@ def test_it_can_be_taken_again_after_it_was_let_go(tmp_path: Path) -> None:
     for _ in range(2):
         with locked(tmp_path):
             assert (tmp_path / ".lock").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_the_reason_and_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / ".lock").mkdir()
+    words = r"run\.folder: cannot write .*\.lock \(Is a directory\); set run\.folder to a place that can be written"
+    with pytest.raises(LockError, match=words), locked(tmp_path):
+        pass
