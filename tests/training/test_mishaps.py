@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -144,21 +145,23 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
-def test_a_corrupted_checkpoint_is_named_with_the_one_before_it(
-    trained: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("file", ["rank-00000.safetensors", "manifest.json"])
+def test_a_damaged_checkpoint_is_named_with_the_one_before_it_and_how_to_go_on_from_that(
+    file: str, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = losses()
+    before, journal = losses(), RUN.journal.read_bytes()
     damaged = newest()
-    flip(damaged / "rank-00000.safetensors")
-    kept = files(RUN.path)
+    flip(damaged / file)
+    kept = files(RUN.checkpoints)
     assert train("--resume", "train.steps=6") == 2
     said = words(capsys)
-    assert "step-00000004" in said
-    assert "step-00000003 is whole: load that one" in said
-    assert {name: kept[name] for name in kept if name.startswith("checkpoints")} == {
-        name: content for name, content in files(RUN.path).items() if name.startswith("checkpoints")
-    }
-    shutil.rmtree(damaged)
+    assert f"step-00000004/{file}" in said
+    assert "step-00000003 is whole" in said
+    assert files(RUN.checkpoints) == kept
+    assert RUN.journal.read_bytes() == journal
+    told = re.search(r"to resume from it, .*`(.*)`", said)
+    assert told is not None
+    subprocess.run(shlex.split(told[1]), check=True)
     assert train("--resume") == 0
     assert losses() == before
     check_all(newest())

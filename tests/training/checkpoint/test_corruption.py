@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 from fourfold.training import checkpoint
-from fourfold.training.checkpoint import Corrupted, latest, load
+from fourfold.training.checkpoint import CheckpointError, Corrupted, latest, load, verification
 from fourfold.training.checkpoint.manifest import seal
 from fourfold.training.checkpoint.safetensors_file import header
 from fourfold.training.checkpoint.verification import check_all
@@ -52,22 +55,56 @@ def test_every_byte_of_every_file_is_covered_by_a_hash(folder):
 
 
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "manifest.json", "manifest.sha256"])
-def test_a_truncated_file_is_never_chosen(folder, name):
-    older, newer = save_pair(folder, 1), save_pair(folder, 2)
+def test_a_truncated_file_is_never_chosen_nor_passed_over(folder, name):
+    newer = [save_pair(folder, 1), save_pair(folder, 2)][1]
     data = (newer / name).read_bytes()
+    words = f"{name if 'rank' in name else 'manifest.json'}.*step-00000001 is whole: load that one"
     for length in (0, 5, len(data) // 2, len(data) - 1):
         (newer / name).write_bytes(data[:length])
-        assert latest(folder) == older
-        with pytest.raises(Corrupted, match=f"{name if 'rank' in name else 'manifest.json'}.*step-00000001 is whole"):
+        with pytest.raises(Corrupted, match=words):
+            latest(folder)
+        with pytest.raises(Corrupted, match=words):
             load(newer, empty_pair())
 
 
-def test_a_missing_part_is_never_chosen(folder):
-    older, newer = save_pair(folder, 1), save_pair(folder, 2)
-    (newer / "rank-00001.safetensors").unlink()
-    assert latest(folder) == older
-    with pytest.raises(Corrupted, match=r"rank-00001.safetensors: expected \d+ bytes, found no file"):
+@pytest.mark.parametrize("name", ["rank-00001.safetensors", "manifest.json", "manifest.sha256"])
+def test_a_missing_file_is_never_chosen_nor_passed_over(folder, name):
+    newer = [save_pair(folder, 1), save_pair(folder, 2)][1]
+    (newer / name).unlink()
+    with pytest.raises(Corrupted, match=f"{name}.*step-00000001 is whole"):
+        latest(folder)
+    with pytest.raises(CheckpointError, match=name):
         load(newer, empty_pair())
+
+
+def test_what_is_told_to_go_on_from_the_whole_one_does(folder):
+    """The command in the message is run as it stands; the damaged one is kept, under a name that is never read."""
+    older, newer = save_pair(folder, 1), save_pair(folder, 2)
+    flip(newer / "manifest.json", 100)
+    with pytest.raises(Corrupted) as caught:
+        latest(folder)
+    subprocess.run(shlex.split(str(caught.value).split("`")[1]), check=True)
+    assert latest(folder) == older
+    assert (folder / "damaged-step-00000002" / "manifest.json").exists()
+    flip(older / "manifest.json", 100)
+    with pytest.raises(Corrupted, match="no other checkpoint beside it is whole") as caught:
+        latest(folder)
+    subprocess.run(shlex.split(str(caught.value).split("`")[1]), check=True)
+    assert latest(folder) is None
+
+
+def test_one_that_is_removed_while_it_is_looked_at_is_no_damage(folder, monkeypatch):
+    """Another process may prune, or publish the same step again, at any moment: what is there then is looked at."""
+    older, newer = save_pair(folder, 1), save_pair(folder, 2)
+    really = verification.check
+
+    def check(path):
+        if path == newer:
+            shutil.rmtree(newer)
+        return really(path)
+
+    monkeypatch.setattr(verification, "check", check)
+    assert latest(folder) == older
 
 
 def test_files_swapped_between_ranks_are_found(folder):

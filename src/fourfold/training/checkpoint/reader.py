@@ -15,7 +15,7 @@ from fourfold.torch_private import Overlap, overlaps
 from fourfold.training.checkpoint import manifest
 from fourfold.training.checkpoint.box import Box, span
 from fourfold.training.checkpoint.errors import CheckpointError, Corrupted
-from fourfold.training.checkpoint.verification import check, check_chunk, check_header, good_one_before
+from fourfold.training.checkpoint.verification import check, check_chunk, check_header, remedy
 
 _SHOWN = 8
 """Names listed in one error."""
@@ -51,9 +51,7 @@ def load(
         fit(path, found, boxes, strict=strict, allow_cast=allow_cast, expected=expected)
         _fill(path, found, boxes)
     except Corrupted as error:
-        other = good_one_before(path)
-        remedy = f"{other} is whole: load that one" if other else "no other checkpoint beside it is whole"
-        raise Corrupted(f"{error}; {remedy}") from error
+        raise Corrupted(f"{error}; {remedy(path)}") from error
     return found.state
 
 

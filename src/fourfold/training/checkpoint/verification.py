@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from fourfold.training.checkpoint import layout, manifest
@@ -35,8 +36,28 @@ def check_all(path: Path) -> None:
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest complete checkpoint below `folder`, by step, that passes the cheap check; None if there is none."""
-    return next((path for _, path in layout.complete(Path(folder)) if is_whole(path)), None)
+    """The newest checkpoint below `folder`, by step, which passes the cheap check; None if there is none.
+
+    What a writer that died left behind does not bear the name of a checkpoint. One that bears it and is damaged is not
+    passed over: a run would go back without anybody's knowing.
+
+    Raises:
+        Corrupted: the newest is damaged; names the newest whole one, and the command that lets a run resume from it.
+    """
+    folder = Path(folder)
+    while (path := _newest(folder)) is not None:
+        try:
+            check(path)
+        except CheckpointError as error:
+            if _newest(folder) == path:
+                raise Corrupted(f"{error}; {remedy(path)}") from error
+        else:
+            return path
+    return None
+
+
+def _newest(folder: Path) -> Path | None:
+    return next((path for _, path in layout.complete(folder)), None)
 
 
 def is_whole(path: Path) -> bool:
@@ -59,6 +80,15 @@ def good_one_before(path: Path) -> Path | None:
             continue
         return other
     return None
+
+
+def remedy(path: Path) -> str:
+    """What to do about the damaged checkpoint at `path`."""
+    other = good_one_before(path)
+    away = f"move this one away: `{shlex.join(['mv', str(path), str(path.with_name(f'damaged-{path.name}'))])}`"
+    if other is None:
+        return f"no other checkpoint beside it is whole; to begin again, {away}"
+    return f"{other} is whole: load that one; to resume from it, {away}"
 
 
 def check_size(path: Path, file: manifest.DataFile) -> None:
