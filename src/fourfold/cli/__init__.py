@@ -19,13 +19,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0: done, and what was checked holds; also a run that a signal stopped and that saved. 1: it does not hold, or the
     run failed. 2: bad input, said in plain words. 3: a defect of fourfold; the traceback is in a file that is named.
-    130: ended at once by Ctrl-C.
+    130: ended at once by Ctrl-C. SIGTERM before training has begun ends the process at once as well, in words, and by
+    the signal itself (143 in a shell).
     """
+    from fourfold.training.stop import ended_in_words
+
+    with ended_in_words():
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+
+
+def _run(arguments: list[str]) -> int:
     from fourfold.cli.commands import app
 
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = app(arguments)
         sys.stdout.flush()
