@@ -1,8 +1,9 @@
 """Dropout whose mask is a function of (seed, step, site, logical element).
 
-It reads the ambient `Position` of the rows being computed. Memory order is assumed batch-major: dim 0 of the tensor
-is made of whole rows (batch; batch × time; batch × heads), and element e of local row r is element
-(position.row + r) · (elements a row) + e of the site's stream, however micro-batches and ranks cut the rows.
+It reads the ambient `Position` of the rows being computed. Element e of local row r is element
+(position.row + r) · (elements a row) + e of the site's stream, however micro-batches and ranks cut the rows. Which
+elements are those of a row is a question of the tensor: dim 0 is made of whole rows (batch; batch × time; batch ×
+heads) unless the position's `layouts`, which a survey of the model finds, say otherwise for the site.
 
 On CUDA the generator is torch's stateless Philox with one key a row: other masks than on CPU, but again equal for
 every plan on that kind of device. That kernel is written for real and was never run: its calls and shapes are tested
@@ -11,10 +12,12 @@ on meta tensors only.
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +31,24 @@ LANES = 1 << 16
 """A mask compares 16-bit lanes: probabilities are multiples of 1/65536."""
 
 
+class Layout(NamedTuple):
+    """How the rows lie in the tensor that one site drops from.
+
+    Attributes:
+        dim: the dim that holds them; of no meaning for "shared" and "apart".
+        order: "slowest": the dim is made of whole rows, one after the other (batch × heads); "fastest": neighbours in
+            the dim belong to neighbouring rows (time × batch); "shared": the tensor has no rows, so that every rank
+            and micro-batch needs the very same mask; "apart": nobody knows, so every part of a batch draws its own.
+    """
+
+    dim: int
+    order: str
+
+
+FIRST = Layout(0, "slowest")
+"""Of sites that are not listed: whole rows in dim 0."""
+
+
 class Position(NamedTuple):
     """Where in the logical run the rows being computed stand.
 
@@ -36,12 +57,14 @@ class Position(NamedTuple):
         step: optimizer step.
         row: logical index, inside the step's global batch, of the first local row.
         rows: number of local rows.
+        layouts: of the sites whose rows do not lie as `FIRST` says, by site.
     """
 
     seed: int
     step: int
     row: int
     rows: int
+    layouts: Mapping[str, Layout] = MappingProxyType({})
 
 
 class _Ambient(threading.local):
@@ -96,27 +119,52 @@ def _scale(p: float) -> float:
     return LANES / kept if kept else 0.0
 
 
-def _here(x: Tensor, site: str) -> Position:
-    """The ambient position, once it is sure that dim 0 of `x` is made of whole rows."""
-    position = current()
-    if position is None:
-        raise RandomnessError(
-            f"dropout at {_full(site)!r} outside of any position: enter fourfold.randomness.at(Position(...))"
-        )
-    if x.dim() == 0 or x.shape[0] % position.rows:
-        raise RandomnessError(
-            f"dropout at {_full(site)!r}: dim 0 of a tensor of shape {tuple(x.shape)} does not hold whole rows of the"
-            f" {position.rows} local rows at logical row {position.row}, so its mask cannot follow the rows;"
-            " expected a batch-major tensor: put the batch first where this layer is called"
-        )
-    return position
+class _Draw(NamedTuple):
+    """What a site draws here: rows [row, row + rows) of the stream `site`, `outer` runs of every row side by side.
+
+    The mask in memory is (outer, rows, inner): a row's elements, in order, are its `outer` runs of `inner` elements.
+    """
+
+    position: Position
+    site: str
+    row: int
+    rows: int
+    outer: int
+
+    @classmethod
+    def here(cls, x: Tensor, site: str) -> _Draw:
+        """At the ambient position, once it is sure that `x` holds whole rows."""
+        position, site = current(), _full(site)
+        if position is None:
+            raise RandomnessError(
+                f"dropout at {site!r} outside of any position: enter fourfold.randomness.at(Position(...))"
+            )
+        dim, order = position.layouts.get(site, FIRST)
+        if order == "shared":
+            return cls(position, site, 0, 1, 1)
+        if order == "apart":
+            return cls(position, f"{site}@{position.row}", 0, 1, 1)
+        if dim >= x.dim() or x.shape[dim] % position.rows:
+            raise RandomnessError(
+                f"dropout at {site!r}: dim {dim} of a tensor of shape {tuple(x.shape)} does not hold whole rows of the"
+                f" {position.rows} local rows at logical row {position.row}, so its mask cannot follow the rows;"
+                " expected a batch-major tensor: put the batch first where this layer is called"
+            )
+        outer = math.prod(x.shape[:dim]) * (x.shape[dim] // position.rows if order == "fastest" else 1)
+        return cls(position, site, position.row, position.rows, outer)
+
+    def laid_out(self, keep: Tensor, x: Tensor) -> Tensor:
+        """A mask that was drawn row after row, in the order and shape of `x`."""
+        if self.outer == 1 or x.numel() == 0:
+            return keep.view(x.shape)
+        return keep.view(self.rows, self.outer, -1).transpose(0, 1).reshape(x.shape)
 
 
 def _keep_cpu(x: Tensor, p: float, site: str) -> Tensor:
-    position = _here(x, site)
-    start = position.row * (x.numel() // position.rows)
-    lanes = bits(position.seed, _full(site), position.step, start, x.numel())
-    return torch.from_numpy(lanes >= threshold(p)).view(x.shape)
+    draw = _Draw.here(x, site)
+    start = draw.row * (x.numel() // draw.rows)
+    lanes = bits(draw.position.seed, draw.site, draw.position.step, start, x.numel())
+    return draw.laid_out(torch.from_numpy(lanes >= threshold(p)), x)
 
 
 def _keep_cuda(x: Tensor, p: float, site: str) -> Tensor:
@@ -126,13 +174,14 @@ def _keep_cuda(x: Tensor, p: float, site: str) -> Tensor:
     """
     if not torch_private.has_stateless_uniform():
         return _keep_cpu(x, p, site).to(x.device)
-    position = _here(x, site)
-    names = (f"{position.seed}/{position.step}/{_full(site)}/{position.row + row}" for row in range(position.rows))
+    draw = _Draw.here(x, site)
+    seed, step = draw.position.seed, draw.position.step
+    names = (f"{seed}/{step}/{draw.site}/{draw.row + row}" for row in range(draw.rows))
     digests = [blake2b(name.encode(), digest_size=8).digest() for name in names]
     keys = np.array([[[int.from_bytes(digest, "little"), 0]] for digest in digests], dtype=np.uint64)
-    drawn = torch.empty((position.rows, x.numel() // position.rows), dtype=torch.float32, device=x.device)
+    drawn = torch.empty((draw.rows, x.numel() // draw.rows), dtype=torch.float32, device=x.device)
     torch_private.stateless_uniform(torch.from_numpy(keys).to(x.device), drawn)
-    return (drawn >= threshold(p) / LANES).view(x.shape)
+    return draw.laid_out(drawn >= threshold(p) / LANES, x)
 
 
 def _dropped(x: Tensor, keep: Tensor, p: float) -> Tensor:

@@ -8,7 +8,8 @@ the head gives its dropouts the names that one process gives them.
 
 Attention dropout inside `F.scaled_dot_product_attention` is computed by the plain formula, since no fused kernel takes
 a mask: on CPU torch does the same, on CUDA the flash kernel is given up while attention dropout is on.
-Other random calls of a model in training (`torch.rand`, `torch.bernoulli`) are torch's own and are left alone.
+Other random calls of a model in training (`torch.rand`, `F.rrelu`) are torch's own and are left alone: the survey
+names them, and the run says so.
 """
 
 from __future__ import annotations
@@ -44,6 +45,10 @@ class Streams(TorchFunctionMode):
         """The name of the next draw; within the scope, if it begins with "#"."""
         self.ordinal += 1
         return f"{self.prefix if self.written else ''}#{self.ordinal - 1}"
+
+    def draw(self, x: Tensor, p: float) -> Tensor:
+        """Dropout of `x` at the next site."""
+        return dropout(x, p, self.site())
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         replacement = _REPLACEMENTS.get(func)
@@ -101,7 +106,7 @@ def _plain(
 ) -> Tensor:
     if not training or p == 0.0:
         return func(input, p, training, inplace)
-    result = dropout(input, p, streams.site())
+    result = streams.draw(input, p)
     return input.copy_(result) if inplace else result
 
 
@@ -109,7 +114,7 @@ def _functional(streams: Streams, func: Callable, input: Tensor, p: float, train
     """`torch.dropout` and `torch.dropout_`."""
     if not train or p == 0.0:
         return func(input, p, train)
-    result = dropout(input, p, streams.site())
+    result = streams.draw(input, p)
     return input.copy_(result) if func is torch.dropout_ else result
 
 
@@ -119,7 +124,7 @@ def _channels(
     """`dropout1d` … `dropout3d`: whole channels of (rows, channels, …)."""
     if not training or p == 0.0:
         return func(input, p, training, inplace)
-    result = input * dropout(_one_per_channel(input), p, streams.site())
+    result = input * streams.draw(_one_per_channel(input), p)
     return input.copy_(result) if inplace else result
 
 
@@ -130,7 +135,7 @@ def _alpha(
     if not training or p == 0.0:
         return func(input, p, training, inplace)
     shape = _one_per_channel(input) if func is F.feature_alpha_dropout else torch.ones_like(input)
-    keep = (dropout(shape, p, streams.site()) != 0).to(input.dtype)
+    keep = (streams.draw(shape, p) != 0).to(input.dtype)
     p = threshold(p) / LANES
     if p == 1.0:
         result = input * keep
@@ -174,7 +179,7 @@ def _attention(
         scores = scores.masked_fill(~attn_mask, -math.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    return dropout(torch_private.safe_softmax(scores), dropout_p, streams.site()) @ value
+    return streams.draw(torch_private.safe_softmax(scores), dropout_p) @ value
 
 
 def _composite(streams: Streams, func: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,87 @@
+"""A forward in which dropout is not drawn but noted: which sites there are, and what each is given."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fourfold.anatomy.blocks import Call, Calls
+from fourfold.randomness import Streams
+
+
+class Seen(NamedTuple):
+    """A draw: in which module, when by the clock of the calls, for a tensor of which shape."""
+
+    module: str
+    clock: int
+    shape: tuple[int, ...]
+
+
+class Rehearsal(Streams):
+    """Stands where the streams stand in training: all that they would replace is replaced, and leaves values alone."""
+
+    def __init__(self, calls: Calls) -> None:
+        super().__init__("")
+        self.calls = calls
+        self.seen: list[Seen] = []
+
+    def draw(self, x: Tensor, p: float) -> Tensor:
+        """Note the draw; a copy of `x`."""
+        self._note(x.shape)
+        return x.clone()
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **settings: Any,
+    ) -> Tensor:
+        """The draw is for the attention's weights, which need not be computed to know their shape."""
+        if dropout_p > 0.0:
+            rows = (
+                query.shape[:-2]
+                if settings.get("enable_gqa")
+                else torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
+            )
+            self._note((*rows, query.shape[-2], key.shape[-2]))
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, **settings)
+
+    def _note(self, shape: Sequence[int]) -> None:
+        self.seen.append(Seen(self.calls.inside, self.calls.clock, tuple(shape)))
+
+
+def sites(seen: list[Seen], done: list[Call], blocks: Collection[str]) -> dict[str, Seen]:
+    """The draws by the names of their sites, as `randomness.inside` gives them around the blocks and the whole model.
+
+    Args:
+        seen: the draws in order.
+        done: the calls of the same forward.
+        blocks: paths of the blocks; each ran once.
+    """
+    spans = sorted((call for call in done if call.path in blocks), key=lambda call: call.start)
+    drawn: Counter[str] = Counter()
+    named: dict[str, Seen] = {}
+    for one in seen:
+        scope = ""
+        for call in spans:
+            if call.start <= one.clock < call.stop:
+                scope = call.path
+            elif call.stop <= one.clock:
+                scope = f">{call.path}"
+        named[f"{scope}#{drawn[scope]}"] = one
+        drawn[scope] += 1
+    return named

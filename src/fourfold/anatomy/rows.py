@@ -1,0 +1,228 @@
+"""Where the rows of a batch lie in the tensors that a model drops from: two forwards, with more rows in the second.
+
+A dim that holds rows grows with them. Where it holds other things too (batch × heads, time × batch), the order inside
+it is told by the operations that made it: a reshape keeps the elements in their logical order, so the number of
+elements from one row to the next says whether rows are the slowest or the fastest part of the new dim.
+
+Without values the first forward can have any number of rows: a prime that no size of the model is a multiple of. Then
+the dims that are multiples of it are those that would grow, and the second forward is only run if that is not clear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from itertools import count
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.anatomy.blocks import Calls
+from fourfold.anatomy.rehearsal import Rehearsal, Seen, sites
+from fourfold.anatomy.twin import Twin
+from fourfold.anatomy.watch import Move, Shape, Watch
+from fourfold.randomness import Layout
+from fourfold.randomness.dropout import FIRST
+
+SLOWEST, FASTEST, MIXED = "slowest", "fastest", "mixed"
+APART, SHARED = Layout(0, "apart"), Layout(0, "shared")
+
+
+class Forward(NamedTuple):
+    """One forward: the number of rows, its dropouts by site, the operations that move rows."""
+
+    rows: int
+    sites: Mapping[str, Seen]
+    moves: Mapping[tuple[str, int], Move]
+
+    @classmethod
+    def of(cls, rows: int, calls: Calls, rehearsal: Rehearsal, watch: Watch, blocks: Collection[str]) -> Forward:
+        """What was noted during a forward; `blocks` are the paths of the blocks."""
+        return cls(rows, sites(rehearsal.seen, calls.done, blocks), watch.moves)
+
+
+class Rows(NamedTuple):
+    """What two forwards tell.
+
+    Attributes:
+        layouts: of the sites whose rows are not in dim 0, one after the other.
+        unknown: sites whose rows cannot be told, with the reason, one line each.
+    """
+
+    layouts: dict[str, Layout]
+    unknown: tuple[str, ...]
+
+
+class _Dim(NamedTuple):
+    """The dim that holds the rows: each has `share` entries of it, and `inner` elements follow an entry."""
+
+    dim: int
+    share: int
+    inner: int
+
+
+def rows_of(batch: Mapping[str, Tensor]) -> int:
+    """Rows of a batch: dim 0 of its first tensor that has one; 0 if none has."""
+    return next((len(tensor) for tensor in batch.values() if tensor.dim()), 0)
+
+
+def with_telling_rows(attempt: Twin) -> Twin:
+    """The twin with a batch of as many rows as a prime that divides no other size; if it has values, as it is."""
+    rows = rows_of(attempt.batch)
+    if attempt.kind == "real" or not rows:
+        return attempt
+    weights = (*attempt.model.parameters(), *attempt.model.buffers())
+    sizes = {size for weight in weights for size in weight.shape}
+    sizes |= {size for tensor in attempt.batch.values() for size in tensor.shape if size != rows}
+    prime = next(p for p in count(11) if all(p % q for q in range(2, p)) and all(size % p for size in sizes if size))
+    batch = {
+        name: tensor.new_empty((prime, *tensor.shape[1:])) if tensor.dim() and len(tensor) == rows else tensor
+        for name, tensor in attempt.batch.items()
+    }
+    return attempt._replace(batch=batch)
+
+
+def find(
+    attempt: Twin, loss: Callable[[nn.Module, Any], Any], first: Forward, blocks: Collection[str], *, grad: bool
+) -> Rows:
+    """Compare the first forward with one of twice its rows, which is run only if it has to be.
+
+    Args:
+        attempt: as it ran in the first forward.
+        loss: of the model.
+        first: what was noted then.
+        blocks: paths of the blocks.
+        grad: the loss needs gradients to run.
+    """
+    if not first.sites:
+        return Rows({}, ())
+    if not first.rows:
+        return Rows({}, ("dropout: the batch has no rows, so nobody can tell where they lie in the model's tensors",))
+    if attempt.kind != "real" and all(
+        sum(size % first.rows == 0 for size in seen.shape) == 1 for seen in first.sites.values()
+    ):
+        return compare(first, _foreseen(first))
+    calls = Calls()
+    rehearsal, watch = Rehearsal(calls), Watch(calls)
+    batch = {name: _twice(tensor, first.rows) for name, tensor in attempt.batch.items()}
+    try:
+        with torch.set_grad_enabled(grad), attempt.mode, calls.watching(attempt.model), watch, rehearsal:
+            loss(attempt.model, batch)
+    except Exception as error:  # it ran with fewer rows: whatever is wrong now is the model's own
+        reason = (str(error).strip() or "no message").splitlines()[0]
+        counts = f"the model runs with {_counted(first.rows)}, and fails with {_counted(2 * first.rows)}"
+        return Rows({}, (f"dropout: where the rows lie cannot be told: {counts}: {type(error).__name__}: {reason}",))
+    return compare(first, Forward.of(2 * first.rows, calls, rehearsal, watch, blocks))
+
+
+def _foreseen(first: Forward) -> Forward:
+    """The forward of twice the rows, if every multiple of the rows is made of rows."""
+
+    def grown(shape: Shape) -> Shape:
+        return tuple(size if size % first.rows else 2 * size for size in shape)
+
+    seen = {site: one._replace(shape=grown(one.shape)) for site, one in first.sites.items()}
+    moves = {
+        place: move._replace(operands=tuple(map(grown, move.operands)), result=grown(move.result))
+        for place, move in first.moves.items()
+    }
+    return Forward(2 * first.rows, seen, moves)
+
+
+def _twice(tensor: Tensor, rows: int) -> Tensor:
+    """The rows, and after them the same backwards: rows that differ, so that what hangs on values shows."""
+    if not tensor.dim() or len(tensor) != rows:
+        return tensor
+    return torch.cat([tensor, tensor.flip(1) if tensor.dim() > 1 else tensor])
+
+
+def compare(first: Forward, second: Forward) -> Rows:
+    """The layout of every site of either forward."""
+    orders = _Orders(first, second)
+    layouts: dict[str, Layout] = {}
+    unknown: list[str] = []
+    for site in dict.fromkeys((*first.sites, *second.sites)):
+        one, two = first.sites.get(site), second.sites.get(site)
+        layout, why = FIRST, ""
+        if one is None or two is None:
+            layout, why = APART, "which dropouts run hangs on values or chance"
+        else:
+            layout, why = orders.layout(one.shape, two.shape)
+        if layout != FIRST:
+            layouts[site] = layout
+        if why:
+            unknown.append(f"{(one or two).module or 'the loss'} drops out (site {site}): {why}")  # type: ignore[union-attr]
+    return Rows(layouts, tuple(unknown))
+
+
+class _Orders:
+    """The order inside the dims that hold rows and more, by the number of dims and the two sizes of the dim."""
+
+    def __init__(self, first: Forward, second: Forward) -> None:
+        self.rows = first.rows, second.rows
+        self.known: dict[tuple[int, int, int], str] = {}
+        for place, one in first.moves.items():
+            two = second.moves.get(place)
+            if two is not None and two.kind == one.kind and len(two.operands) == len(one.operands):
+                self._learn(one, two)
+
+    def layout(self, one: Shape, two: Shape) -> tuple[Layout, str]:
+        """How the rows lie in a tensor of these two shapes, and why that cannot be told ("" if it can)."""
+        shapes = f"{one} for {_counted(self.rows[0])}, {two} for {_counted(self.rows[1])}"
+        if one == two and prod(one):
+            return SHARED, ""
+        held = self._held(one, two)
+        if held is None:
+            return APART, f"its tensor is no whole number of entries of one dim a row: {shapes}"
+        order = self._order(one, two, held)
+        if order == MIXED or (order is None and {FASTEST, MIXED} & set(self.known.values())):
+            return APART, f"rows and other things share dim {held.dim} in an order that cannot be told: {shapes}"
+        return Layout(held.dim, order or SLOWEST), ""
+
+    def _held(self, one: Shape, two: Shape) -> _Dim | None:
+        grown = [dim for dim, sizes in enumerate(zip(one, two, strict=False)) if sizes[0] != sizes[1]]
+        if len(one) != len(two) or len(grown) != 1:
+            return None
+        dim = grown[0]
+        share, rest = divmod(one[dim], self.rows[0])
+        if rest or share * self.rows[1] != two[dim]:
+            return None
+        return _Dim(dim, share, prod(one[dim + 1 :]))
+
+    def _order(self, one: Shape, two: Shape, held: _Dim) -> str | None:
+        return SLOWEST if held.share == 1 else self.known.get((len(one), one[held.dim], two[held.dim]))
+
+    def _learn(self, one: Move, two: Move) -> None:
+        made = self._held(one.result, two.result)
+        if made is None or made.share == 1:
+            return
+        found = self._reshaped(one, two, made) if one.kind == "reshape" else self._joined(one, two, made)
+        if found is not None:
+            key = len(one.result), one.result[made.dim], two.result[made.dim]
+            self.known[key] = found if self.known.get(key, found) == found else MIXED
+
+    def _reshaped(self, one: Move, two: Move, made: _Dim) -> str | None:
+        held = self._held(one.operands[0], two.operands[0])
+        if held is None:
+            return None
+        order = self._order(one.operands[0], two.operands[0], held) or SLOWEST
+        if order == MIXED:
+            return MIXED
+        step = held.inner * (held.share if order == SLOWEST else 1)
+        return {made.share * made.inner: SLOWEST, made.inner: FASTEST}.get(step, MIXED)
+
+    def _joined(self, one: Move, two: Move, made: _Dim) -> str | None:
+        """A cat or repeat of rows along their dim: the copies are slower than the rows in each."""
+        pairs = list(zip(one.operands, two.operands, strict=True))
+        parts = [(*pair, held) for pair in pairs if (held := self._held(*pair)) is not None]
+        if not parts or (one.kind == "cat" and one.dim != made.dim):
+            return None
+        alone = all(held.share == 1 or self._order(*shapes, held) == FASTEST for *shapes, held in parts)
+        if len(parts) == 1 and parts[0][2].share == made.share:
+            return self._order(*parts[0])
+        return FASTEST if alone else MIXED
+
+
+def _counted(rows: int) -> str:
+    return f"{rows} row{'' if rows == 1 else 's'}"

@@ -1,0 +1,109 @@
+"""What a forward does below autograd with random numbers and with the order of elements."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fourfold.anatomy.blocks import Calls
+from fourfold.torch_private import dispatch_mode
+
+aten = torch.ops.aten
+RESHAPES = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten._reshape_alias.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+}
+"""They keep the elements in their logical order."""
+
+Shape = tuple[int, ...]
+
+
+class RandomCall(NamedTuple):
+    """A call in training that draws from torch's own generators: in which module ("": in none), which function."""
+
+    module: str
+    function: str
+
+
+class Move(NamedTuple):
+    """An operation that may put the rows of a batch in another order: "reshape", "cat" or "repeat".
+
+    `dim` is that of a cat; `operands` and `result` are shapes.
+    """
+
+    kind: str
+    operands: tuple[Shape, ...]
+    result: Shape
+    dim: int = 0
+
+
+class Watch(dispatch_mode()):
+    """Sees every operator of a forward.
+
+    Attributes:
+        moves: by module and ordinal in it.
+    """
+
+    def __init__(self, calls: Calls, running: Callable[[], str | None] = lambda: None) -> None:
+        """Nothing is seen yet.
+
+        Args:
+            calls: of the same forward.
+            running: the name of the function that the model's own code has called.
+        """
+        super().__init__()
+        self.calls, self.running = calls, running
+        self.moves: dict[tuple[str, int], Move] = {}
+        self._moved: Counter[str] = Counter()
+        self._random: dict[int, tuple[RandomCall, Any]] = {}
+
+    @property
+    def random_calls(self) -> tuple[RandomCall, ...]:
+        """What drew, each once, in order."""
+        return tuple(dict.fromkeys(call for call, _ in self._random.values()))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
+            name = self.running() or func._schema.name.partition("::")[2]
+            # The result is kept, so that its id stays its own.
+            self._random[id(result)] = RandomCall(self.calls.inside, name), result
+        elif func is aten.lt.Scalar and id(args[0]) in self._random and _never_below(args):
+            del self._random[id(args[0])]
+        elif func in RESHAPES or func in (aten.cat.default, aten.repeat.default):
+            module = self.calls.inside
+            self.moves[module, self._moved[module]] = _move(func, args, kwargs, result)
+            self._moved[module] += 1
+        return result
+
+
+def _draws(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Some operators carry the tag for a dropout that may be off, or for training alone."""
+    for index, argument in enumerate(func._schema.arguments):
+        value = args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
+        off = {"training": False, "train": False, "dropout_p": 0.0, "dropout": 0.0}.get(argument.name)
+        if off is not None and value == off:
+            return False
+    return True
+
+
+def _never_below(args: tuple) -> bool:
+    """One uniform number held against 0 or less decides nothing: a stock layer drop that is off."""
+    return args[0].dim() == 0 and args[1] <= 0
+
+
+def _move(func: Any, args: tuple, kwargs: dict[str, Any], result: Tensor) -> Move:
+    shape = tuple(result.shape)
+    if func is aten.cat.default:
+        dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+        return Move("cat", tuple(tuple(part.shape) for part in args[0]), shape, dim % result.dim())
+    return Move("repeat" if func is aten.repeat.default else "reshape", (tuple(args[0].shape),), shape)
