@@ -72,17 +72,30 @@ def scalar() -> Work:
     return replace(language(), model=_scaled())
 
 
+def few_rows() -> Work:
+    """Weights with fewer rows than ranks, which are cut along other dims."""
+    return replace(language(), model=_shifted())
+
+
 def images() -> Work:
     """A convnet with buffers."""
     return Pictures(_normalised(), steps=2 * HALF, options=ADAMW, loss=classification)
 
 
-WORKS: dict[str, Callable[[], Work]] = {work.__name__: work for work in (language, untied, frozen, scalar, images)}
+WORKS: dict[str, Callable[[], Work]] = {
+    work.__name__: work for work in (language, untied, frozen, scalar, few_rows, images)
+}
 
 
 @functools.cache
 def _scaled() -> nn.Module:
     return Scaled().double()
+
+
+@functools.cache
+def _shifted() -> nn.Module:
+    torch.manual_seed(0)
+    return disturbed(Shifted().double())
 
 
 @functools.cache
@@ -106,6 +119,19 @@ class Scaled(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.plain(tokens) * self.scale
+
+
+class Shifted(nn.Module):
+    """Logits beside learned ones, as vision transformers add positions of shape [1, tokens, width]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = copy.deepcopy(gpt(0.2))
+        self.positions = nn.Parameter(torch.zeros(1, 12, 37))
+        self.pair = nn.Parameter(torch.zeros(2, 3, 37))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.plain(tokens) + self.positions + self.pair.sum((0, 1))
 
 
 class Normalised(nn.Module):
@@ -239,6 +265,8 @@ def test_the_round_covers_every_plan_both_ways() -> None:
         ("frozen", (4, "parameters"), (1, "none")),
         ("scalar", (3, "parameters"), (4, "optimizer")),
         ("scalar", (2, "none"), (3, "parameters")),
+        ("few_rows", (4, "parameters"), (3, "optimizer")),
+        ("few_rows", (2, "optimizer"), (4, "parameters")),
         ("images", (3, "parameters"), (2, "optimizer")),
         ("images", (1, "none"), (4, "parameters")),
     ],

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fourfold.placement.layout import Layout
+from fourfold.placement.layout import LINE, Layout, Slot
 from fourfold.placement.precision import Precision
 
 Fill = Callable[[str, int, int, torch.dtype], Tensor]
@@ -83,15 +83,15 @@ class Arena:
         target = self._writable if not into_rest or self.rest is None else self.rest.data
         slots = [slot for slot in self.layout.slots if slot.shard_start < staged.shape[1]]
         parts = self.layout.parts
-        places = [
-            target[slot.full_start : slot.full_start + slot.segment * parts].view(parts, slot.segment) for slot in slots
-        ]
-        sizes = [slot.segment for slot in slots]
-        if target.dtype == staged.dtype:
-            torch.split_with_sizes_copy(staged, sizes, dim=1, out=places)
-        else:
-            for place, part in zip(places, staged.split(sizes, dim=1), strict=True):
-                place.copy_(part)
+        places = [target[s.full_start : s.full_start + s.used * parts].view(parts, s.used) for s in slots]
+        if target.dtype != staged.dtype:
+            for slot, place in zip(slots, places, strict=True):
+                place.copy_(staged[:, slot.shard_start : slot.shard_start + slot.used])
+            return
+        if self.layout.padded:
+            # Between two ranks' rows there is no room for padding.
+            places = _interleaved(places, slots, staged.new_empty(parts * LINE))
+        torch.split_with_sizes_copy(staged, [place.shape[1] for place in places], dim=1, out=places)
 
     def expand(self) -> None:
         """Compute weights from the resting ones (another element type)."""
@@ -102,8 +102,7 @@ class Arena:
         """Set the shard, and the resting full weights, from a source of logical weights; no communication."""
         with torch.no_grad():
             for slot in self.layout.slots:
-                first = min(self.index * slot.held, slot.rows) * slot.width
-                last = min((self.index + 1) * slot.held, slot.rows) * slot.width
+                first, last = slot.span(self.index)
                 if last > first:
                     values = fill(slot.name, first, last, self.precision.master)
                     self.shard[slot.shard_start : slot.shard_start + last - first].copy_(values)
@@ -129,19 +128,40 @@ class Arena:
         layout = self.layout
         message = torch.empty(layout.parts, layout.trained, dtype=dtype, device=self.shard.device)
         if layout.even and _alike(gradients, dtype):
-            torch.cat([g.reshape(layout.parts, -1) for g in gradients if g is not None], dim=1, out=message)
+            columns = [gradient.reshape(layout.parts, -1) for gradient in gradients if gradient is not None]
+            if layout.padded:
+                columns = _interleaved(columns, layout.trained_slots, message.new_zeros(layout.parts * LINE))
+            torch.cat(columns, dim=1, out=message)
             return message
-        message.zero_()
         for slot, gradient in zip(layout.trained_slots, gradients, strict=True):
-            if gradient is None:
-                continue
-            whole = gradient.reshape(slot.rows, slot.width)
-            for part in range(layout.parts):
-                rows = whole[part * slot.held : (part + 1) * slot.held]
-                start = slot.shard_start
-                message[part, start : start + rows.numel()].view(rows.shape).copy_(rows)
+            _deal(gradient, slot.used, message[:, slot.shard_start : slot.shard_start + slot.segment])
         return message
 
 
 def _alike(gradients: Sequence[Tensor | None], dtype: torch.dtype) -> bool:
     return bool(gradients) and all(gradient is not None and gradient.dtype == dtype for gradient in gradients)
+
+
+def _interleaved(columns: Sequence[Tensor], slots: Sequence[Slot], spare: Tensor) -> list[Tensor]:
+    """Columns [parts, used] of segments, each with its padding behind it: columns [parts, padding] of `spare`."""
+    result: list[Tensor] = []
+    for column, slot in zip(columns, slots, strict=True):
+        result.append(column)
+        if slot.padding:
+            parts = column.shape[0]
+            result.append(spare[: parts * slot.padding].view(parts, slot.padding))
+    return result
+
+
+def _deal(gradient: Tensor | None, used: int, segments: Tensor) -> None:
+    """Deal a gradient's elements out to segments [parts, segment], `used` to each; what gets none is zero."""
+    if gradient is None or not used:
+        segments.zero_()
+        return
+    flat = gradient.reshape(-1)
+    whole, rest = divmod(flat.numel(), used)
+    segments[:whole, :used].copy_(flat[: whole * used].view(whole, used))
+    segments[:whole, used:].zero_()
+    segments[whole:].zero_()
+    if rest:
+        segments[whole, :rest].copy_(flat[whole * used :])

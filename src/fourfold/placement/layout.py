@@ -1,21 +1,23 @@
 """Where every weight of a unit lies in its shard and in its full arena: pure arithmetic, no storage.
 
 After x and y, a weight's local block is cut over z by rows, padding last. The rows that one rank holds of all the
-unit's weights lie side by side in the *shard* (grouped for the optimizer); in the *full* arena every weight is
-contiguous. One message a unit turns the one into the other.
+unit's weights lie side by side in the *shard* (grouped for the optimizer), each weight's *segment* filled up to whole
+cache lines; in the *full* arena every weight is contiguous. One message a unit turns the one into the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import gcd, prod
+from functools import cached_property
+from math import prod
 
-from fourfold.placement.piece import Piece
+from fourfold.placement.piece import Piece, boxes
 
 LINE = 16
-"""Every segment is a multiple of this many elements (a cache line of fp32). Vector kernels then never fall back to
-their scalar tails, which round differently: an update's bits do not depend on which weights lie side by side."""
+"""Segments, and weights in the full arena, begin at multiples of this many elements (a cache line of fp32). Vector
+kernels then never fall back to their scalar tails inside a shard, which round differently: an update's bits do not
+depend on which weights lie side by side."""
 
 FROZEN = "frozen"
 """The group of weights that get no gradient; it lies last, so that gradients cover a prefix of the shard."""
@@ -29,9 +31,9 @@ class Slot:
         name: logical parameter name.
         shape: logical shape.
         group: optimizer group.
-        rows: logical rows (a 0-dim weight has one).
+        rows: what is dealt to ranks: the logical rows, or finer where there are fewer of them than ranks (`_rows`).
         width: elements a row.
-        held: rows that each rank's segment holds, padding included.
+        held: rows that a rank's segment has room for; the last ranks may hold fewer, or none.
         shard_start: first element of the segment in the shard.
         full_start: first element of the weight in the full arena.
     """
@@ -45,33 +47,62 @@ class Slot:
     shard_start: int
     full_start: int
 
-    @property
-    def segment(self) -> int:
-        """Elements of the weight's segment in one shard."""
-        return self.held * self.width
-
-    @property
+    @cached_property
     def numel(self) -> int:
         """Logical elements."""
         return self.rows * self.width
 
-    def piece(self, index: int) -> Piece | None:
-        """The box that rank `index` of z holds, relative to the shard's first element.
+    @cached_property
+    def used(self) -> int:
+        """Elements of a segment that rows can lie in."""
+        return self.held * self.width
 
-        It may be empty (more ranks than rows); of a 0-dim weight, which cannot be cut, all ranks but one hold none.
+    @cached_property
+    def segment(self) -> int:
+        """Elements of the weight's segment in one shard: `used`, and padding up to a whole line."""
+        return _whole_lines(self.used)
+
+    @cached_property
+    def padding(self) -> int:
+        """Elements at the end of every segment that no row lies in: always zero."""
+        return self.segment - self.used
+
+    def taken(self, parts: int) -> int:
+        """Elements of the weight's place in the full arena: all ranks' rows, and the rest of the last line."""
+        return _whole_lines(self.used * parts)
+
+    def span(self, index: int) -> tuple[int, int]:
+        """The flat elements [first, last) of the logical weight that rank `index` of z holds."""
+        return min(index * self.used, self.numel), min((index + 1) * self.used, self.numel)
+
+    def pieces(self, index: int) -> tuple[Piece, ...]:
+        """The boxes that rank `index` of z holds; they lie one after the other from the segment's first element.
+
+        One box where whole logical rows are dealt. A rank that holds nothing has an empty box, or none where the
+        weight has no dims.
         """
-        first = min(index * self.held, self.rows)
-        last = min(first + self.held, self.rows)
-        if not self.shape:
-            return Piece(self.name, (), (), (), self.shard_start) if last > first else None
-        offsets = (first, *(0 for _ in self.shape[1:]))
-        return Piece(self.name, self.shape, offsets, (last - first, *self.shape[1:]), self.shard_start)
+        pieces: list[Piece] = []
+        start = self.shard_start
+        for offsets, sizes in boxes(self.shape, *self.span(index)):
+            pieces.append(Piece(self.name, self.shape, offsets, sizes, start))
+            start = pieces[-1].stop
+        return tuple(pieces)
 
 
-def _whole_lines(rows: int, width: int) -> int:
-    """The smallest number of at least `rows` rows of `width` elements that fills whole lines."""
-    step = LINE // gcd(width, LINE)
-    return -(-rows // step) * step
+def _whole_lines(elements: int) -> int:
+    return -(-elements // LINE) * LINE
+
+
+def _rows(shape: Sequence[int], parts: int) -> tuple[int, int]:
+    """(rows, elements a row) of a weight: rows run over the fewest leading dims that give every part one.
+
+    That is the first dim alone, but for weights with fewer rows than parts: [1, 197, 768] over 4 has 197 rows of 768,
+    [2, 1000] over 4 has 2000 rows of 1. Such a weight would else lie on few ranks, and be padding on all the others.
+    """
+    depth = 1
+    while depth < len(shape) and prod(shape[:depth]) < parts:
+        depth += 1
+    return prod(shape[:depth]), prod(shape[depth:])
 
 
 @dataclass(frozen=True)
@@ -83,12 +114,14 @@ class Layout:
         parts: ranks that the rows are cut over.
         size: elements of one shard.
         trained: elements of the prefix of the shard that gets gradients.
+        full: elements of the full arena.
     """
 
     slots: tuple[Slot, ...]
     parts: int
     size: int
     trained: int
+    full: int
 
     @classmethod
     def of(cls, weights: Iterable[tuple[str, Sequence[int], str]], parts: int) -> Layout:
@@ -96,29 +129,33 @@ class Layout:
         listed = list(weights)
         groups = list(dict.fromkeys(group for _, _, group in listed if group != FROZEN)) + [FROZEN]
         slots: list[Slot] = []
-        size = trained = 0
+        size = trained = full = 0
         for group in groups:
             for name, shape, _ in (weight for weight in listed if weight[2] == group):
-                rows = shape[0] if shape else 1
-                width = prod(shape[1:])
-                held = _whole_lines(-(-rows // parts), width)
-                slots.append(Slot(name, tuple(shape), group, rows, width, held, size, size * parts))
-                size += held * width
+                rows, width = _rows(shape, parts)
+                slots.append(Slot(name, tuple(shape), group, rows, width, -(-rows // parts), size, full))
+                size += slots[-1].segment
+                full += slots[-1].taken(parts)
             if group != FROZEN:
                 trained = size
-        return cls(tuple(slots), parts, size, trained)
+        return cls(tuple(slots), parts, size, trained, full)
 
     @property
-    def full(self) -> int:
-        """Elements of the full arena."""
+    def gathered(self) -> int:
+        """Elements of all shards together: what a gather of the whole unit brings."""
         return self.size * self.parts
 
-    @property
-    def even(self) -> bool:
-        """Every weight's rows divide: the arena has no padding."""
-        return all(slot.rows == slot.held * self.parts for slot in self.slots)
+    @cached_property
+    def padded(self) -> bool:
+        """Some segment ends in padding."""
+        return any(slot.padding for slot in self.slots)
 
-    @property
+    @cached_property
+    def even(self) -> bool:
+        """Every trained weight's rows divide: no rank holds fewer of them than another."""
+        return all(slot.rows == slot.held * self.parts for slot in self.trained_slots)
+
+    @cached_property
     def trained_slots(self) -> tuple[Slot, ...]:
         """The slots that get gradients."""
         return tuple(slot for slot in self.slots if slot.group != FROZEN)

@@ -139,7 +139,7 @@ class Placed:
             unit.axis.all_gather(staged.view(-1), mine.contiguous(), "control").wait()
             for slot in layout.slots:
                 if slot.shard_start + slot.segment <= mine.numel():
-                    rows = staged[:, slot.shard_start : slot.shard_start + slot.segment].reshape(-1)
+                    rows = staged[:, slot.shard_start : slot.shard_start + slot.used].reshape(-1)
                     whole[slot.name] = rows[: slot.numel].view(slot.shape).clone()
         return whole
 
@@ -203,8 +203,9 @@ def _shards(unit: Unit) -> Iterator[Shard]:
     for group, first, last in arena.layout.groups():
         parameter = nn.Parameter(arena.shard[first:last])
         parameter.grad = arena.gradient[first:last]
-        held = [slot.piece(arena.index) for slot in arena.layout.trained_slots if slot.group == group]
-        pieces = tuple(piece._replace(start=piece.start - first) for piece in held if piece is not None)
+        slots = [slot for slot in arena.layout.trained_slots if slot.group == group]
+        held = [piece for slot in slots for piece in slot.pieces(arena.index)]
+        pieces = tuple(piece._replace(start=piece.start - first) for piece in held)
         yield Shard(parameter, group, pieces)
 
 

@@ -39,7 +39,7 @@ def weights(
             continue
         if shard == "parameters":
             calls = microbatches * (1 if shipment.last or shipment.outer else 2)
-            nbytes = formulas.all_gather(axis, layout.full * itemsize)
+            nbytes = formulas.all_gather(axis, layout.gathered * itemsize)
         else:
             calls = 1 if layout.trained else 0
             nbytes = formulas.all_gather(axis, layout.trained * layout.parts * itemsize)

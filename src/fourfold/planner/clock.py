@@ -188,7 +188,7 @@ class Clock:
         if parcel.resident or unit in self.live:
             return
         self.live.add(unit)
-        self.arrives[unit] = self._issue("z", "all_gather", parcel.layout.full * parcel.message)
+        self.arrives[unit] = self._issue("z", "all_gather", parcel.layout.gathered * parcel.message)
 
     def _ready(self, unit: int) -> None:
         if self.parcels[unit].resident:

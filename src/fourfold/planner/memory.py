@@ -92,7 +92,7 @@ class Parcel:
         if self.resident:
             return 0
         sent = self.layout.size * self.message if self.message != self.master else 0
-        return self.layout.full * self.message + sent
+        return self.layout.gathered * self.message + sent
 
     @property
     def packed(self) -> int:

@@ -47,8 +47,7 @@ def names_of(step: Step) -> set[str]:
 def _weights(placed: Placed) -> Iterator[Box]:
     for unit in placed.units:
         for slot in unit.arena.layout.slots:
-            piece = slot.piece(unit.arena.index)
-            if piece is not None:
+            for piece in slot.pieces(unit.arena.index):
                 yield _box(f"model.{piece.name}", piece, unit.arena.shard)
 
 
