@@ -101,6 +101,8 @@ def test_what_binds_is_said(traces):
         traces, machine(8), Plan.of({"placement": {"data": 8}, "schedule": {"name": "accumulate", "microbatches": 2}})
     )
     assert thin.bound == "rows: 8 ranks x 2 micro-batches, and the batch has 8: some ranks would compute nothing"
+    alone = forecast(traces, machine(1), Plan.of({"schedule": {"name": "accumulate", "microbatches": 9}}))
+    assert alone.bound == "rows: 1 rank x 9 micro-batches, and the batch has 8: some ranks would compute nothing"
 
 
 def test_search_ranks_what_fits_and_explains_the_rest(traces):

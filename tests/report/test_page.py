@@ -4,7 +4,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from fourfold.report import ReportError, write
+from fourfold.ledger import Difference
+from fourfold.report import ReportError, off, write
 
 SECTIONS = ["loss", "time", "bytes", "memory", "forecast", "exactness", "sample", "machine", "journal", "config"]
 
@@ -73,15 +74,30 @@ def test_figures(run_folder):
     assert "exact : it computes what one process computes" in words
     assert "16,000 16,000 = 31.25 KiB" in words  # predicted, measured, equal, over both ranks
     assert "48 40 ≠" in words
-    assert "step seconds 45.0 ms 50.0 ms -10.0 %" in words
+    assert "step seconds 45.0 ms 50.0 ms 10.0% too low" in words
     assert "equal to serial: worst difference 3.1e-16" in words
 
 
 def test_text_and_json(run_folder):
     report = write(run_folder)
-    assert "memory activations: 6.00 MiB against 7.00 MiB  (-14.3%)" in report.text()
+    assert "memory activations: 6.00 MiB, measured 7.00 MiB (14.3% too low)\n" in report.text()
     plain = json.loads(json.dumps(report.to_dict()))
     assert plain["ok"] and plain["report"].endswith("report.html") and plain["facts"]["steps"] == "120"
+
+
+@pytest.mark.parametrize(
+    ("forecast", "measured", "words"),
+    [
+        (6.0, 6.0, "exact"),
+        (9.0, 8.0, "12.5% too high"),
+        (7.0, 8.0, "12.5% too low"),
+        (9999.0, 10000.0, "less than 0.1% off"),
+        (1.0, 0.0, "nothing measured"),
+    ],
+)
+def test_which_way_a_forecast_is_off_is_said_in_words(forecast, measured, words):
+    error = (forecast - measured) / measured if measured else None
+    assert off(Difference("step seconds", forecast, measured, error)) == words
 
 
 def test_a_run_that_was_cut_short(tmp_path):

@@ -256,7 +256,8 @@ def test_numbers_that_are_not_finite_end_the_run_and_leave_the_checkpoints(
     assert train('optimizer={name="sgd", lr=1e30, decay="constant"}', "optimizer.clip=null", *more) == 1
     said = words(capsys)
     assert re.search(r"failed: rank [01](, step \d)?: .*not finite on rank", said)
-    assert "go on with run.resume=true" in said
+    assert "to go on from what was saved: fourfold train config.yaml " in said
+    assert "run.name=mine --resume\n" in said
     taken = losses()
     assert all(np.isfinite(loss) for loss in taken.values())
     if RUN.checkpoints.exists() and (found := checkpoint.latest(RUN.checkpoints)):

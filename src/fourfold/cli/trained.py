@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from fourfold.report import Report, ReportError, amount, write
+from fourfold.report import Report, ReportError, amount, off, write
 from fourfold.training.outcome import TrainOutcome
 
 SHOWN = {"step seconds": "a step", "memory peak": "tensors at peak"}
@@ -46,42 +46,23 @@ class Trained:
         """A few lines: a finished run as a small table, another one in its own words."""
         if not self.ok or self.outcome.stopped or self.report is None:
             report = f"report {self.report.path}" if self.report else f"no report: {self.trouble}"
-            return f"{self._ended()}\n{report}"
+            return f"{self.outcome.text(self.again)}\n{report}"
         rows = self._rows(self.report)
         width = max(map(len, rows))
         return "\n".join(["", *(f"{name:<{width}}  {value}" for name, value in rows.items())])
 
-    def _ended(self) -> str:
-        """How a run ended that has not reached its last step, and the command that goes on with it."""
-        outcome = self.outcome
-        if outcome.failed or not outcome.stopped:
-            return outcome.text() + (f"\nto go on: {self.again}" if outcome.failed else "")
-        earlier = [f"started again after: {one}" for one in outcome.failures]
-        stopped = f"stopped after {_steps(outcome.steps)} and saved; to go on: {self.again}"
-        return "\n".join([stopped, *earlier, f"run folder {outcome.folder}"])
-
     def _rows(self, report: Report) -> dict[str, str]:
         outcome = self.outcome
-        rows = {"trained": f"{_steps(outcome.steps)}, {outcome.plan}"}
+        rows = {"trained": f"{outcome.taken}, {outcome.plan}"}
         if outcome.validation is not None:
             rows["validation loss"] = f"{outcome.validation:.4f}"
         for row in report.differences:
             if row.what in SHOWN and row.error is not None:
                 measured, forecast = (amount(row.what, value) for value in (row.measured, row.forecast))
-                rows[SHOWN[row.what]] = f"{measured}; forecast {forecast}, {_off(row.error)}"
+                rows[SHOWN[row.what]] = f"{measured}; forecast {forecast}, {off(row)}"
         if outcome.failures:
             rows["started again"] = "; ".join(f"after {one}" for one in outcome.failures)
         return rows | {"run folder": str(outcome.folder), "report": str(report.path)}
-
-
-def _off(error: float) -> str:
-    """A forecast's relative error in words."""
-    share = f"{abs(error):.1%}"
-    return f"{share} off" if share == "0.0%" else f"{share} too {'high' if error > 0 else 'low'}"
-
-
-def _steps(count: int | None) -> str:
-    return f"{count} step{'' if count == 1 else 's'}"
 
 
 def again(config: str, overrides: Iterable[str], name: str) -> str:

@@ -49,7 +49,9 @@ class Outlook:
         fitting = [one for one in self.forecasts if one.fits]
         others = [one for one in self.forecasts if not one.fits]
         machine = f"{self.cluster.nodes} x {self.cluster.devices_per_node} x {self.cluster.device.name}"
-        parts: list[Any] = [f"{self.subject.name} on {machine}, {self.subject.rows} rows a step"]
+        parts: list[Any] = [
+            f"{self.subject.name} on {machine}, {self.subject.rows} row{'s'[: self.subject.rows > 1]} a step"
+        ]
         if fitting:
             parts += [_table(fitting[:SHOWN]), *_left(fitting), *_detail(fitting[0])]
         else:

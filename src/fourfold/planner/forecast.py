@@ -70,7 +70,8 @@ def forecast(subject: Subject | Traces, cluster: Cluster, plan: Plan) -> Forecas
     """
     traces = subject if isinstance(subject, Traces) else Traces(subject)
     if plan.world > cluster.world:
-        raise ForecastError(f"the plan ({plan}) needs {plan.world} devices, and the machine has {cluster.world}")
+        needed = f"{plan.world} device{'s'[: plan.world > 1]}"
+        raise ForecastError(f"the plan ({plan}) needs {needed}, and the machine has {cluster.world}")
     placement = plan.placement
     microbatches = getattr(plan.schedule.options, "microbatches", 1)
     rows = len(share(traces.subject.rows, microbatches, plan.world, 0, 0))
@@ -122,7 +123,8 @@ def forecast(subject: Subject | Traces, cluster: Cluster, plan: Plan) -> Forecas
 def _bound(ledger: Ledger, cluster: Cluster, plan: Plan, subject: Subject, microbatches: int) -> str:
     """The constraint that rules the plan out, in words; empty if none does."""
     if subject.rows < plan.world * microbatches:
-        pieces = f"{plan.world} ranks" + (f" x {microbatches} micro-batches" if microbatches > 1 else "")
+        pieces = f"{plan.world} rank{'s'[: plan.world > 1]}"
+        pieces += f" x {microbatches} micro-batches" if microbatches > 1 else ""
         return f"rows: {pieces}, and the batch has {subject.rows}: some ranks would compute nothing"
     need, have = sum(ledger.memory.values()), cluster.device.memory
     if need > have:

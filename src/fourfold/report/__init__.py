@@ -2,5 +2,6 @@
 
 from fourfold.report.page import Report as Report
 from fourfold.report.page import amount as amount
+from fourfold.report.page import off as off
 from fourfold.report.page import write as write
 from fourfold.report.recorded import ReportError as ReportError

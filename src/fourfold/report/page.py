@@ -40,9 +40,8 @@ class Report:
         width = max(map(len, [*self.facts, "report"]))
         lines = [f"{name:<{width}}  {value}" for name, value in self.facts.items()]
         for row in self.differences:
-            off = "" if row.error is None else f"  ({row.error:+.1%})"
-            both = f"{amount(row.what, row.forecast)} against {amount(row.what, row.measured)}"
-            lines.append(f"{'forecast':<{width}}  {row.what}: {both}{off}")
+            both = f"{amount(row.what, row.forecast)}, measured {amount(row.what, row.measured)}"
+            lines.append(f"{'forecast':<{width}}  {row.what}: {both} ({off(row)})")
         lines.append(f"{'report':<{width}}  {self.path}")
         if self.trace is not None:
             lines.append(f"{'trace':<{width}}  {self.trace} (open it in ui.perfetto.dev)")
@@ -90,13 +89,14 @@ def render(run: Recorded, differences: tuple[Difference, ...], *, has_trace: boo
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals["amount"] = amount
+    environment.globals |= {"amount": amount, "off": off}
     environment.filters |= {"nbytes": nbytes, "duration": duration, "short": short}
     return environment.get_template("report.html.j2").render(
         run=run,
         name=run.path.resolve().name,
         plan=str(run.plan) if run.plan else run.last("start").get("plan", "unknown"),
         inexact=run.plan.inexact if run.plan else None,
+        unbounded=run.last("start").get("inexact", ()),
         facts=facts(run),
         state=state(run),
         loss=losses(run),
@@ -192,6 +192,16 @@ def amount(what: str, value: float) -> str:
     return (
         f"{value:,.0f}" if what.startswith("bytes") else duration(value) if what.endswith("seconds") else short(value)
     )
+
+
+def off(row: Difference) -> str:
+    """How far a forecast is off, and which way, in words: a sign alone does not say whether -10% is fast or slow."""
+    if row.forecast == row.measured:
+        return "exact"
+    if row.error is None:
+        return "nothing measured"
+    share = f"{abs(row.error):.1%}"
+    return "less than 0.1% off" if share == "0.0%" else f"{share} too {'high' if row.error > 0 else 'low'}"
 
 
 def nbytes(value: float | None) -> str:

@@ -75,15 +75,16 @@ def _given(config: Config, plan: Plan) -> Choice:
 def _planned(config: Config, workers: int) -> Choice:
     """Ask the planner for the fastest plan that fits."""
     outlook = forecasts(subject(config), _cluster(config, workers), world=workers)
+    many = f"{workers} worker{'s'[: workers > 1]}"
     fitting = [one for one in outlook.forecasts if one.fits]
     if not fitting:
         nearest = outlook.forecasts[0]
         raise ChoiceError(
-            f"plan: auto: no plan for {workers} workers fits here; the nearest, {nearest.plan}, is bound by "
+            f"plan: auto: no plan for {many} fits here; the nearest, {nearest.plan}, is bound by "
             f"{nearest.bound}; take a smaller model or train.batch, or more launch.workers"
         )
     best = fitting[0]
-    reason = f"the fastest of {len(fitting)} plans that fit {workers} workers, of {len(outlook.forecasts)} looked at"
+    reason = f"the fastest of {len(fitting)} that fit, of {len(outlook.forecasts)} looked at for {many}"
     return Choice(best.plan, (f"plan: {best.plan} (chosen: {reason})", _figures(best)), _noted(best))
 
 

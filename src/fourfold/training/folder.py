@@ -104,7 +104,7 @@ def create(config: Config) -> RunFolder:
         folder.path.mkdir(parents=True, exist_ok=False)
     except FileExistsError as error:
         raise FolderError(
-            f"run.name: {folder.path} is taken; go on with it by run.resume=true, or choose another run.name"
+            f"run.name: {folder.path} is taken; go on with it by --resume, or choose another run.name"
         ) from error
     except OSError as error:
         raise FolderError(
@@ -198,7 +198,7 @@ def _resumed(config: Config, runs: Path) -> RunFolder:
     else:
         found = sorted(runs.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime)
         if not found:
-            raise FolderError(f"run.resume: no run in {runs}; check run.folder, or remove run.resume")
+            raise FolderError(f"run.resume: no run in {runs}; check run.folder, or leave out --resume")
         folder = RunFolder(found[-1].parent)
     changed = changes.refused(folder.read_config(), config)
     if changed:

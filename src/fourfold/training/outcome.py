@@ -38,21 +38,30 @@ class TrainOutcome:
         """The run reached its end, or stopped cleanly because somebody asked."""
         return not self.failed
 
+    @property
+    def taken(self) -> str:
+        """The steps done, in words."""
+        return f"{self.steps} step{'' if self.steps == 1 else 's'}"
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self) | {"folder": str(self.folder), "failures": [asdict(one) for one in self.failures]}
 
-    def text(self) -> str:
-        """A few lines."""
+    def text(self, again: str = "") -> str:
+        """A few lines.
+
+        Args:
+            again: the command that goes on with a run that has not reached its last step; empty: said in words.
+        """
+        again = again or f"the same command with run.name={self.folder.name} --resume"
         lines = []
         if self.failed:
             reason = str(self.failures[-1]) if self.failures else "the group of workers ended without a reason"
-            lines += [f"failed: {reason}", f"what was saved lies in {self.folder}; go on with run.resume=true"]
+            lines += [f"failed: {reason}", f"to go on from what was saved: {again}"]
         elif self.stopped:
-            again = f"run.resume=true run.name={self.folder.name}"
-            lines += [f"stopped after {self.steps} steps and saved; go on with {again}"]
+            lines += [f"stopped after {self.taken} and saved; to go on: {again}"]
         else:
-            lines += [f"trained {self.steps} steps ({self.plan})"]
+            lines += [f"trained {self.taken} ({self.plan})"]
             lines += [f"validation loss {self.validation:.4f}"] if self.validation is not None else []
         earlier = self.failures[:-1] if self.failed else self.failures
         lines += [f"started again after: {one}" for one in earlier]

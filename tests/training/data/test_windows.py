@@ -66,7 +66,7 @@ def test_no_held_out_text_means_no_evaluation():
 
 def test_what_no_window_holds_is_said():
     assert source(101).notes == []
-    assert "6 tokens at the end" in source(107).notes[0]
+    assert "the last 6 tokens" in source(107).notes[0]
 
 
 def test_fewer_tokens_than_a_window_are_refused():

@@ -24,7 +24,7 @@ def test_a_new_run_is_named_by_time_and_settings_inside_the_folder_of_runs(tmp_p
 
 def test_a_name_that_is_taken_is_refused(tmp_path):
     folder.create(config(tmp_path, name="mine"))
-    with pytest.raises(FolderError, match=r"mine is taken; go on with it by run\.resume=true"):
+    with pytest.raises(FolderError, match=r"mine is taken; go on with it by --resume"):
         folder.create(config(tmp_path, name="mine"))
 
 

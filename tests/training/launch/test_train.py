@@ -131,7 +131,7 @@ def test_an_interrupted_run_saves_stops_and_can_be_resumed(tmp_path, tokens):
     outcome = train(loaded(tmp_path, tokens, steps=100_000, plan=plan, run={"name": "mine"}))
     assert outcome.ok
     assert outcome.stopped
-    assert "go on with run.resume=true run.name=mine" in outcome.text()
+    assert "to go on: the same command with run.name=mine --resume" in outcome.text()
     assert checkpoint.latest(tmp_path / "mine" / "checkpoints") is not None
 
 

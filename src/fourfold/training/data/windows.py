@@ -65,8 +65,9 @@ class Source:
         self.train_windows = _windows("the training part", train, sequence)
         self.held_windows = _windows("the held-out part", held, sequence) if len(held) else 0
         left = len(train) - 1 - self.train_windows * sequence
+        words = "token" if left == 1 else "tokens"
         self.notes = (
-            [f"{left:,} tokens at the end of the training text fill no window and are never seen"] if left else []
+            [f"the last {left:,} {words} of the training text fill no window and are never seen"] if left else []
         )
 
     def batch(self, step: int) -> Batch:
