@@ -101,7 +101,7 @@ def serial(work: Work) -> Outcome:
     for step in range(work.steps):
         optimizer.zero_grad()
         with ExitStack() as stack:
-            stack.enter_context(at(Position(1, step, 0, work.rows)))
+            stack.enter_context(at(Position(1, step, 0, work.rows, anatomy.layouts)))
             stack.enter_context(inside(model, ""))
             total, count = work.loss(model, work.batch(step))
         total.backward()

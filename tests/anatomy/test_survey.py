@@ -182,6 +182,63 @@ def test_a_parameter_read_by_a_custom_function_is_used():
     assert survey(Model(), total, {"x": torch.zeros(2, 4)}).order == ("weight",)
 
 
+class Reads(Stack):
+    """Three blocks; `read` is called with the model and block 0's input once block 1 is there to be read."""
+
+    def __init__(self, read) -> None:
+        super().__init__(nn.ModuleList(composite() for _ in range(3)), [])
+        self.read = read
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):  # type: ignore[arg-type]
+            x = layer(x + self.read(self, x) if number == 2 else x)
+        return x
+
+
+def outside(read=lambda model, x: 0, loss=total) -> tuple[str, ...]:
+    return survey(Reads(read), loss, {"x": torch.zeros(2, 4)}).read_outside
+
+
+def test_weights_read_where_they_belong_are_not_read_outside():
+    assert outside() == ()
+    assert outside(lambda model, x: model.first(x)) == ()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda model, x: x @ model.layers[0][0].weight,
+        lambda model, x: x @ model.layers[0][0].weight.t(),
+        lambda model, x: model.layers[0][0].weight[1],
+        lambda model, x: model.layers[0][0].weight.data.sum(),
+    ],
+)
+def test_a_weight_read_between_blocks_and_by_a_view(read):
+    assert outside(read) == ("layers.0.0.weight",)
+
+
+def test_a_view_made_inside_and_read_outside():
+    def keep(layer, args, result):
+        layer.view = layer.weight.t()
+
+    model = Reads(lambda model, x: x @ model.layers[0][0].view)
+    model.layers[0][0].register_forward_hook(keep)  # type: ignore[index]
+    assert survey(model, total, {"x": torch.zeros(2, 4)}).read_outside == ("layers.0.0.weight",)
+
+
+def test_a_hook_of_a_block_runs_outside_of_it():
+    model = Reads(lambda model, x: 0)
+    model.layers[1].register_forward_hook(lambda block, args, result: result * block[2].bias)  # type: ignore[index]
+    assert survey(model, total, {"x": torch.zeros(2, 4)}).read_outside == ("layers.1.2.bias",)
+
+
+def test_a_penalty_in_the_loss_reads_the_weights_of_all_blocks():
+    def penalised(model: nn.Module, batch) -> tuple[Tensor, int]:
+        return total(model, batch)[0] + sum(p.square().sum() for p in model.parameters()), 1
+
+    assert set(outside(loss=penalised)) == {name for name, _ in Reads(None).named_parameters() if "layers." in name}
+
+
 def test_a_forward_that_never_runs_names_each_attempt():
     class Broken(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:

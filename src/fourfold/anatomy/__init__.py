@@ -2,13 +2,15 @@
 
 from fourfold.anatomy.initialisers import Initialiser, Recording, deferred, initialiser, materialize, recorded
 from fourfold.anatomy.replay import InitialiserError
-from fourfold.anatomy.roles import Dropout, Linear
+from fourfold.anatomy.roles import BATCH_NORMS, BatchNorm, Dropout, Linear
 from fourfold.anatomy.survey import Anatomy, AnatomyError, survey
 from fourfold.anatomy.ties import own_names, ties
 
 __all__ = [
+    "BATCH_NORMS",
     "Anatomy",
     "AnatomyError",
+    "BatchNorm",
     "Dropout",
     "Initialiser",
     "InitialiserError",

@@ -18,7 +18,7 @@ class Call(NamedTuple):
 
 
 class Calls:
-    """Records every module call of a forward by hooks."""
+    """Records every module's `forward` by hooks."""
 
     def __init__(self) -> None:
         self.clock = 0
@@ -30,8 +30,9 @@ class Calls:
         """Hook all modules of `model` for the time of the context."""
         hooks = []
         for path, module in model.named_modules():
-            hooks.append(module.register_forward_pre_hook(lambda *_, path=path: self._enter(path), prepend=True))
-            hooks.append(module.register_forward_hook(lambda *_: self._leave()))
+            # Right around `forward`: what the model's own hooks do is outside of the module, as it is when placed.
+            hooks.append(module.register_forward_pre_hook(lambda *_, path=path: self._enter(path)))
+            hooks.append(module.register_forward_hook(lambda *_: self._leave(), prepend=True))
         try:
             yield self
         finally:

@@ -18,8 +18,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fourfold.anatomy.blocks import Calls
+from fourfold.anatomy.rehearsal import Rehearsal
 from fourfold.anatomy.ties import own_names
 from fourfold.torch_private import leaves
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""Modules whose forward may take statistics over the rows of its batch (the lazy ones become one of these)."""
 
 FLIP: dict[str | None, str] = {"x": "y", "y": "x", None: "x"}
 
@@ -50,6 +54,20 @@ class Dropout(NamedTuple):
     kind: str
 
 
+class BatchNorm(NamedTuple):
+    """A call of `F.batch_norm` that takes statistics over the rows of its batch.
+
+    Attributes:
+        module: path of the module that calls it.
+        channels: how many pairs of statistics it takes.
+        learned: its input has a gradient, so that backward takes statistics too.
+    """
+
+    module: str
+    channels: int
+    learned: bool
+
+
 @dataclass
 class Roles:
     """What a trace found; all names are the parameters' own (the first of a tie).
@@ -61,6 +79,7 @@ class Roles:
         raw: parameter that joins activations elementwise → axis of these (None: whole).
         siblings: groups of linear weights that read the very same tensor, in order of use.
         dropouts: in order of execution.
+        batch_norms: in order of execution.
         problems: what cannot be split as found, one line each.
     """
 
@@ -70,16 +89,29 @@ class Roles:
     raw: dict[str, str | None] = field(default_factory=dict)
     siblings: tuple[tuple[str, ...], ...] = ()
     dropouts: list[Dropout] = field(default_factory=list)
+    batch_norms: list[BatchNorm] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
 class Tracer(TorchFunctionMode):
-    """Carries tags through one forward; `roles()` afterwards is what it found."""
+    """Carries tags through one forward; `roles()` afterwards is what it found.
 
-    def __init__(self, model: nn.Module, calls: Calls) -> None:
+    Attributes:
+        running: the name of the function that the model's own code has called; None between calls.
+    """
+
+    def __init__(self, model: nn.Module, calls: Calls, rehearsal: Rehearsal) -> None:
+        """Nothing is found yet.
+
+        Args:
+            model: the one that will run.
+            calls: of the same forward.
+            rehearsal: entered around this mode, so that it gets the functions that dropouts are.
+        """
         super().__init__()
         self.found = Roles()
-        self.calls = calls
+        self.calls, self.rehearsal = calls, rehearsal
+        self.running: str | None = None
         self.names = own_names(model)
         self.norms = {path for path, module in model.named_modules() if _is_norm(module)}
         self.tags: dict[int, str | None] = {}
@@ -109,9 +141,18 @@ class Tracer(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        drawn = len(self.rehearsal.seen)
+        self.running = getattr(func, "__name__", None)
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self.running = None
         handler = _HANDLERS.get(func, _flow)
         handler(self, func, args, kwargs, result)
+        for _ in self.rehearsal.seen[drawn:]:
+            kind = "attention" if func in _ATTENTION else "dropout"
+            operand = next(value for value in leaves((args, kwargs)) if isinstance(value, Tensor))
+            self.found.dropouts.append(Dropout(self.calls.inside, self.tag(operand), kind))
         return result
 
 
@@ -153,17 +194,11 @@ def _embedding(tracer: Tracer, func: Callable, args: tuple, kwargs: dict, result
     tracer.put(result, "x")
 
 
-def _dropout(tracer: Tracer, func: Callable, args: tuple, kwargs: dict, result: Any) -> None:
+def _batch_norm(tracer: Tracer, func: Callable, args: tuple, kwargs: dict, result: Any) -> None:
     x = _argument(args, kwargs, 0, "input")
-    if _argument(args, kwargs, 1, "p") != 0.0 and _argument(args, kwargs, 2, "training") is not False:
-        tracer.found.dropouts.append(Dropout(tracer.calls.inside, tracer.tag(x), "dropout"))
-    tracer.put(result, tracer.tag(x))
-
-
-def _attention(tracer: Tracer, func: Callable, args: tuple, kwargs: dict, result: Any) -> None:
-    query = _argument(args, kwargs, 0, "query")
-    if _argument(args, kwargs, 4, "dropout_p"):
-        tracer.found.dropouts.append(Dropout(tracer.calls.inside, tracer.tag(query), "attention"))
+    # torch.batch_norm has the affine weights before the running statistics; both have the flag in the sixth place.
+    if _argument(args, kwargs, 5, "training"):
+        tracer.found.batch_norms.append(BatchNorm(tracer.calls.inside, x.shape[1], x.requires_grad))
     _flow(tracer, func, args, kwargs, result)
 
 
@@ -200,6 +235,9 @@ def _flow(tracer: Tracer, func: Callable, args: tuple, kwargs: dict, result: Any
         tracer.put(result, tag)
 
 
+_ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
+"""Whose dropout is that of the attention's weights."""
+
 _HANDLERS: dict[Any, Callable[..., None]] = {
     F.linear: _linear,
     torch.addmm: _linear,
@@ -207,8 +245,8 @@ _HANDLERS: dict[Any, Callable[..., None]] = {
     torch.conv2d: _linear,
     torch.conv3d: _linear,
     F.embedding: _embedding,
-    F.dropout: _dropout,
-    F.scaled_dot_product_attention: _attention,
+    F.batch_norm: _batch_norm,
+    torch.batch_norm: _batch_norm,
     F.softmax: _reduce,
     torch.softmax: _reduce,
     Tensor.softmax: _reduce,

@@ -131,10 +131,10 @@ def _foreseen(first: Forward) -> Forward:
 
 
 def _twice(tensor: Tensor, rows: int) -> Tensor:
-    """The rows, and after them the same backwards: rows that differ, so that what hangs on values shows."""
+    """The rows, and after them others that repeat their first entry: different, so that what hangs on values shows."""
     if not tensor.dim() or len(tensor) != rows:
         return tensor
-    return torch.cat([tensor, tensor.flip(1) if tensor.dim() > 1 else tensor])
+    return torch.cat([tensor, tensor[:, :1].expand_as(tensor) if tensor.dim() > 1 else tensor])
 
 
 def compare(first: Forward, second: Forward) -> Rows:
@@ -152,7 +152,7 @@ def compare(first: Forward, second: Forward) -> Rows:
         if layout != FIRST:
             layouts[site] = layout
         if why:
-            unknown.append(f"{(one or two).module or 'the loss'} drops out (site {site}): {why}")  # type: ignore[union-attr]
+            unknown.append(f"{(one or two).module or 'the model'} drops out (site {site}): {why}")  # type: ignore[union-attr]
     return Rows(layouts, tuple(unknown))
 
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fourfold.anatomy.blocks import Call, Calls, blocks
-from fourfold.anatomy.roles import Dropout, Linear, Tracer
+from fourfold.anatomy.rehearsal import Rehearsal
+from fourfold.anatomy.roles import BATCH_NORMS, BatchNorm, Dropout, Linear, Tracer
+from fourfold.anatomy.rows import Forward, find, rows_of, with_telling_rows
 from fourfold.anatomy.ties import own_names, ties
 from fourfold.anatomy.twin import Twin, twin, twins
-from fourfold.torch_private import dispatch_mode, leaves
+from fourfold.anatomy.watch import RandomCall, Watch
+from fourfold.randomness import Layout, RandomnessError
+from fourfold.torch_private import dispatch_mode, leaves, storage_key
 
 
 class AnatomyError(ValueError):
@@ -31,12 +37,18 @@ class Anatomy:
         ties: groups of names of one parameter.
         order: every parameter that the forward read, by first use.
         unused: parameters that the forward never read.
+        read_outside: parameters of a block that something read while that block's forward was not running: another
+            block, the loss (a penalty), a hook.
         linears: weight → role, axes, layout and the module that runs it.
         embeddings: table → axis of its columns.
         norms: module path of a norm → axis of the features that it normalises.
         raw: parameter that joins activations elementwise → axis of these.
         siblings: groups of linear weights that read the very same tensor.
         dropouts: every dropout in order of execution.
+        batch_norms: every call of `F.batch_norm` that takes statistics of the batch, in order of execution.
+        layouts: site of a dropout → how the rows lie in its tensor, where they are not whole and in dim 0.
+        random_calls: what draws from torch's own generators in training.
+        unknown_rows: dropouts whose rows cannot be told, with the reason, one line each.
         problems: what a tensor grid cannot split as it stands, one line each.
         traced: how the forward ran: "meta", "fake" (fake CPU tensors) or "real" (truly, on CPU).
         failures: why the cheaper ways did not run, one line each.
@@ -48,6 +60,7 @@ class Anatomy:
     ties: tuple[tuple[str, ...], ...]
     order: tuple[str, ...]
     unused: tuple[str, ...]
+    read_outside: tuple[str, ...]
     linears: dict[str, Linear]
     embeddings: dict[str, str]
     norms: dict[str, str | None]
@@ -57,6 +70,21 @@ class Anatomy:
     problems: tuple[str, ...]
     traced: str
     failures: tuple[str, ...] = field(default=(), compare=False)
+    batch_norms: tuple[BatchNorm, ...] = ()
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    random_calls: tuple[RandomCall, ...] = ()
+    unknown_rows: tuple[str, ...] = ()
+
+    @property
+    def inexact(self) -> tuple[str, ...]:
+        """What no plan makes equal to one process, one line each: random numbers that have no logical place."""
+        drawn = (
+            f"{module or 'the model'} calls {function}, which draws from torch's own generator: other plans draw other "
+            "numbers, and a resumed run does not repeat them"
+            for module, function in self.random_calls
+        )
+        parts = (f"{line}; every part of a batch draws its own mask" for line in self.unknown_rows)
+        return (*drawn, *parts)
 
 
 Loss = Callable[[nn.Module, Any], Any]
@@ -65,14 +93,19 @@ Loss = Callable[[nn.Module, Any], Any]
 def survey(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor]) -> Anatomy:
     """Run `loss(model, batch)` once on a twin of the model in training mode, cheaply if its code allows it.
 
+    If it has dropouts, it may run once more with other rows, to see where rows lie in the tensors dropped from.
+
     Raises:
         AnatomyError: the forward runs neither on meta nor on fake nor on real tensors.
+        RandomnessError: a dropout that no stream can stand for.
     """
     failures: list[str] = []
     last: Exception | None = None
-    for attempt in twins(model, batch, _real):
+    for attempt in twins(model, _enough_rows(model, batch), _real):
         try:
-            return _run(attempt, loss, tuple(failures))
+            return _run_as_needed(attempt, loss, tuple(failures))
+        except RandomnessError:  # a dropout that cannot follow the rows: no other tensors would change that
+            raise
         except Exception as error:  # any operator may refuse meta or fake tensors, each in its own way
             reason = (str(error).strip() or "no message").splitlines()[0]
             failures.append(f"{attempt.kind}: {type(error).__name__}: {reason}")
@@ -81,37 +114,70 @@ def survey(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor]) -> Anatomy
 
 
 class _Reads(dispatch_mode()):
-    """Notes when each parameter is first read, below autograd and custom functions."""
+    """Notes when each parameter is read, itself or by a view, below autograd and custom functions.
 
-    def __init__(self, names: dict[int, str], calls: Calls) -> None:
+    Attributes:
+        times: parameter → the clock of calls at its reads, by first use.
+    """
+
+    def __init__(self, model: nn.Module, calls: Calls) -> None:
         super().__init__()
-        self.names, self.calls = names, calls
-        self.first: dict[str, int] = {}
+        self.calls = calls
+        self.times: dict[str, set[int]] = {}
+        self._names: dict[int, list[str]] = {}
+        parameters = dict(model.named_parameters())
+        for name in own_names(model).values():
+            self._names.setdefault(storage_key(parameters[name]), []).append(name)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         for value in leaves((args, kwargs)):
-            if isinstance(value, Tensor) and id(value) in self.names:
-                self.first.setdefault(self.names[id(value)], self.calls.clock)
+            # Tensors of other layouts (sparse) have no storage, and no view of a parameter is one of them.
+            if isinstance(value, Tensor) and value.layout == torch.strided:
+                for name in self._names.get(storage_key(value), ()):
+                    self.times.setdefault(name, set()).add(self.calls.clock)
         return func(*args, **(kwargs or {}))
 
 
-def _run(attempt: Twin, loss: Loss, failures: tuple[str, ...]) -> Anatomy:
+def _run_as_needed(attempt: Twin, loss: Loss, failures: tuple[str, ...]) -> Anatomy:
+    """Without a graph, which is cheaper, unless the loss itself asks for gradients (a penalty on them)."""
+    # Only with gradients is it known where a batch norm's backward takes statistics.
+    grad = _has_batch_norm(attempt.model)
+    attempt = with_telling_rows(attempt)
+    try:
+        return _run(attempt, loss, failures, grad=grad)
+    except RuntimeError as error:
+        if grad or not ("grad" in str(error) and "require" in str(error)):
+            raise
+        return _run(attempt, loss, failures, grad=True)
+
+
+def _run(attempt: Twin, loss: Loss, failures: tuple[str, ...], *, grad: bool) -> Anatomy:
     model, calls = attempt.model, Calls()
-    names = own_names(model)
-    reads = _Reads(names, calls)
-    tracer = Tracer(model, calls)
-    with torch.no_grad(), attempt.mode, calls.watching(model), reads, tracer:
+    reads = _Reads(model, calls)
+    rehearsal = Rehearsal(calls)
+    tracer = Tracer(model, calls, rehearsal)
+    watch = Watch(calls, lambda: tracer.running)
+    for module in model.modules():
+        if type(module).forward is nn.SyncBatchNorm.forward:  # it would ask for a GPU, and for other ranks
+            module.forward = partial(nn.BatchNorm2d.forward, module)  # type: ignore[arg-type]
+    modes = attempt.mode, calls.watching(model), reads, watch, rehearsal, tracer
+    with torch.set_grad_enabled(grad), ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
         loss(model, attempt.batch)
     roles = tracer.roles()
     found = blocks(model, calls.done)
-    before, after = _around(reads.first, found)
+    before, after = _around(reads.times, found)
+    paths = tuple(call.path for call in found)
+    rows = find(attempt, loss, Forward.of(rows_of(attempt.batch), calls, rehearsal, watch, paths), paths, grad=grad)
     return Anatomy(
-        blocks=tuple(call.path for call in found),
+        blocks=paths,
         before=before,
         after=after,
         ties=ties(model),
-        order=tuple(reads.first),
-        unused=tuple(name for name in names.values() if name not in reads.first),
+        order=tuple(reads.times),
+        unused=tuple(name for name in own_names(model).values() if name not in reads.times),
+        read_outside=_outside(reads.times, found),
         linears=roles.linears,
         embeddings=roles.embeddings,
         norms=roles.norms,
@@ -121,14 +187,43 @@ def _run(attempt: Twin, loss: Loss, failures: tuple[str, ...]) -> Anatomy:
         problems=tuple(dict.fromkeys(roles.problems)),
         traced=attempt.kind,
         failures=failures,
+        batch_norms=tuple(roles.batch_norms),
+        layouts=rows.layouts,
+        random_calls=watch.random_calls,
+        unknown_rows=rows.unknown,
     )
 
 
-def _around(first: dict[str, int], found: tuple[Call, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    outside = [name for name in first if not any(name.startswith(f"{call.path}.") for call in found)]
+def _around(times: Mapping[str, set[int]], found: tuple[Call, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    outside = [name for name in times if _home(name, found) is None]
     end = found[-1].stop if found else 0
-    before = tuple(name for name in outside if first[name] < end)
+    before = tuple(name for name in outside if min(times[name]) < end)
     return before, tuple(name for name in outside if name not in set(before))
+
+
+def _outside(times: Mapping[str, set[int]], found: tuple[Call, ...]) -> tuple[str, ...]:
+    homes = {name: _home(name, found) for name in times}
+    return tuple(
+        name
+        for name, home in homes.items()
+        if home is not None and not all(home.start <= time < home.stop for time in times[name])
+    )
+
+
+def _home(name: str, found: tuple[Call, ...]) -> Call | None:
+    """The call of the block that a parameter belongs to."""
+    return next((call for call in found if name.startswith(f"{call.path}.")), None)
+
+
+def _has_batch_norm(model: nn.Module) -> bool:
+    return any(isinstance(module, BATCH_NORMS) for module in model.modules())
+
+
+def _enough_rows(model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Batch norm refuses to take statistics of a single row."""
+    if _has_batch_norm(model) and all(tensor.dim() and len(tensor) == 1 for tensor in batch.values()):
+        return {name: torch.cat([tensor, tensor]) for name, tensor in batch.items()}
+    return batch
 
 
 def _real(model: nn.Module) -> nn.Module:

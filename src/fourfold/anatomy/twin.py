@@ -28,7 +28,10 @@ class Twin(NamedTuple):
 
 
 def twins(model: nn.Module, batch: Mapping[str, Tensor], real: Callable[[nn.Module], nn.Module]) -> Iterator[Twin]:
-    """The three twins, cheapest first, all in training mode; the model itself is not changed.
+    """The three twins, cheapest first; the model itself is not changed.
+
+    Each is in training mode, its parts in the modes that they have in the model if that is in training: what a user
+    has frozen by `eval()` stays so.
 
     Args:
         model: any module, on any device.
@@ -39,18 +42,22 @@ def twins(model: nn.Module, batch: Mapping[str, Tensor], real: Callable[[nn.Modu
     def on_meta(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device="meta")
 
-    yield Twin("meta", twin(model, on_meta, on_meta).train(), {k: on_meta(v) for k, v in batch.items()}, nullcontext())
+    def training(twin: nn.Module) -> nn.Module:
+        return twin if model.training else twin.train()
+
+    on_meta_batch = {name: on_meta(tensor) for name, tensor in batch.items()}
+    yield Twin("meta", training(twin(model, on_meta, on_meta)), on_meta_batch, nullcontext())
 
     fakes = torch_private.fake_mode()
 
     def fake(tensor: Tensor) -> Tensor:
         return torch_private.fake_cpu(fakes, tensor)
 
-    yield Twin("fake", twin(model, fake, fake).train(), {k: fake(v) for k, v in batch.items()}, fakes)
+    yield Twin("fake", training(twin(model, fake, fake)), {name: fake(t) for name, t in batch.items()}, fakes)
 
     source = real(model) if any(p.is_meta for p in model.parameters()) else model
     # Weights are only read, hence shared; buffers (running statistics) are written, hence copied.
-    yield Twin("real", twin(source, lambda t: t, Tensor.clone).train(), dict(batch), nullcontext())
+    yield Twin("real", training(twin(source, lambda t: t, Tensor.clone)), dict(batch), nullcontext())
 
 
 def twin(model: nn.Module, weight: Callable[[Tensor], Tensor], buffer: Callable[[Tensor], Tensor]) -> nn.Module:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fourfold.anatomy.blocks import Calls
-from fourfold.torch_private import dispatch_mode
+from fourfold.torch_private import dispatch_mode, leaves, storage_key
 
 aten = torch.ops.aten
 RESHAPES = {
@@ -63,22 +63,27 @@ class Watch(dispatch_mode()):
         self.calls, self.running = calls, running
         self.moves: dict[tuple[str, int], Move] = {}
         self._moved: Counter[str] = Counter()
-        self._random: dict[int, tuple[RandomCall, Any]] = {}
+        self._random: list[tuple[RandomCall, Any]] = []
+        self._uniform: set[int] = set()
+        self._idle: set[int] = set()
 
     @property
     def random_calls(self) -> tuple[RandomCall, ...]:
         """What drew, each once, in order."""
-        return tuple(dict.fromkeys(call for call, _ in self._random.values()))
+        mattering = (call for call, result in self._random if _storage(result) not in self._idle)
+        return tuple(dict.fromkeys(mattering))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
             name = self.running() or func._schema.name.partition("::")[2]
-            # The result is kept, so that its id stays its own.
-            self._random[id(result)] = RandomCall(self.calls.inside, name), result
-        elif func is aten.lt.Scalar and id(args[0]) in self._random and _never_below(args):
-            del self._random[id(args[0])]
+            self._random.append((RandomCall(self.calls.inside, name), result))
+            if func is aten.rand.default and result.dim() == 0:
+                self._uniform.add(_storage(result))
+        elif func is aten.lt.Scalar and args[1] <= 0 and _storage(args[0]) in self._uniform:
+            # One uniform number held against 0 decides nothing: a stock layer drop that is off.
+            self._idle.add(_storage(args[0]))
         elif func in RESHAPES or func in (aten.cat.default, aten.repeat.default):
             module = self.calls.inside
             self.moves[module, self._moved[module]] = _move(func, args, kwargs, result)
@@ -96,9 +101,9 @@ def _draws(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     return True
 
 
-def _never_below(args: tuple) -> bool:
-    """One uniform number held against 0 or less decides nothing: a stock layer drop that is off."""
-    return args[0].dim() == 0 and args[1] <= 0
+def _storage(result: Any) -> int:
+    """What tells the storage of a result's first tensor from all others alive."""
+    return storage_key(next(value for value in leaves(result) if isinstance(value, Tensor)))
 
 
 def _move(func: Any, args: tuple, kwargs: dict[str, Any], result: Tensor) -> Move:

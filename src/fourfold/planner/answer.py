@@ -23,7 +23,7 @@ def plan(subject: Subject, cluster: Cluster, given: Plan | None = None, *, world
 
 
 def _notes(traces: Traces, cluster: Cluster) -> tuple[str, ...]:
-    notes = []
+    notes = [f"not exact: {line}" for line in traces.anatomy.inexact]
     if cluster.device.recalled:
         named = ", ".join(cluster.device.recalled)
         notes.append(f"{cluster.device.name}: not checked against a source: {named}")

@@ -111,10 +111,11 @@ def record(subject: Subject, anatomy: Anatomy, inputs: Mapping[str, str], settin
     with nullcontext() if settings.real else _without_values():
         _replace_tensors(model, dtype, real=settings.real)
         batch = {name: _rows(tensor, settings, dtype) for name, tensor in subject.batch.items()}
-        places = _Places(recorder, settings, len(images))
+        position = randomness.Position(0, 0, 0, settings.rows, anatomy.layouts) if settings.streams else None
+        places = _Places(recorder, settings, len(images), position)
         for image in images:
             places.watch(image, model.get_submodule(image.path))
-        _run(subject, model, batch, recorder, settings)
+        _run(subject, model, batch, recorder, position)
         gradients = _gradients(model, recorder, anatomy, images)
     return {
         "rows": settings.rows,
@@ -184,11 +185,16 @@ def _rows(example: Tensor, settings: Settings, dtype: torch.dtype) -> Tensor:
     return torch.cat([example.detach().cpu()] * repeats)[: settings.rows].to(kind)
 
 
-def _run(subject: Subject, model: nn.Module, batch: dict[str, Tensor], recorder: Recorder, settings: Settings) -> None:
+def _run(
+    subject: Subject,
+    model: nn.Module,
+    batch: dict[str, Tensor],
+    recorder: Recorder,
+    position: randomness.Position | None,
+) -> None:
     """Forward and backward under the recorder."""
     for tensor in (*model.parameters(), *model.buffers(), *batch.values()):
         recorder.know(tensor)
-    position = randomness.Position(seed=0, step=0, row=0, rows=settings.rows) if settings.streams else None
     with recorder, randomness.at(position):
         total, _ = subject.loss(model, batch)
         recorder.phase, recorder.place = BACKWARD, AFTER
@@ -211,8 +217,8 @@ def _gradients(model: nn.Module, recorder: Recorder, anatomy: Anatomy, images: l
 class _Places:
     """Tells the recorder in which block the model computes, forward and backward."""
 
-    def __init__(self, recorder: Recorder, settings: Settings, count: int):
-        self.recorder, self.settings, self.count = recorder, settings, count
+    def __init__(self, recorder: Recorder, settings: Settings, count: int, position: randomness.Position | None):
+        self.recorder, self.settings, self.count, self.position = recorder, settings, count, position
         self.order: list[blocks.Image] = []
 
     def watch(self, image: blocks.Image, block: nn.Module) -> None:
@@ -246,9 +252,8 @@ class _Places:
     ) -> Any:
         """As `placement.block` does: the random streams and selective recomputation inside, so that both repeat."""
         with ExitStack() as stack:
-            if self.settings.streams:
-                position = randomness.Position(seed=0, step=0, row=0, rows=self.settings.rows)
-                stack.enter_context(randomness.at(position))
+            if self.position is not None:
+                stack.enter_context(randomness.at(self.position))
                 stack.enter_context(randomness.inside(block, image.path))
             if self.settings.recompute == "selective":
                 stack.enter_context(recompute_attention())

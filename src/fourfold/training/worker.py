@@ -91,8 +91,16 @@ class Rank:
             screens.append(tensorboard.Tensorboard(self.folder.path / "tensorboard", resumed=run.number))
         recorder = Recorder(trainer.open_journal(self.folder, run.number, path), screens)
         parameters = sum(slot.numel for unit in run.placed.units for slot in unit.arena.layout.slots)
-        recorder.write("start", run.number, plan=str(run.plan), ranks=run.world.size, parameters=parameters)
-        for note in data.source.notes:
+        inexact = run.placed.anatomy.inexact
+        recorder.write(
+            "start",
+            run.number,
+            plan=str(run.plan),
+            ranks=run.world.size,
+            parameters=parameters,
+            inexact=list(inexact),
+        )
+        for note in (*data.source.notes, *(f"not exact: {line}" for line in inexact)):
             recorder.write("note", run.number, text=note)
         return recorder
 

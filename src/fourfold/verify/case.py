@@ -95,12 +95,17 @@ class Moved:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What one rank saw. Only rank 0 holds steps."""
+    """What one rank saw. Only rank 0 holds steps.
+
+    Attributes:
+        inexact: why the model's random numbers cannot be those of one process, one line each.
+    """
 
     rank: int
     steps: tuple[StepEvidence, ...]
     moved: tuple[Moved, ...]
     digest: int
+    inexact: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -114,7 +119,7 @@ class Evidence:
             Moved(one["rank"], one["step"], Flow(*one["flow"]), Traffic(**one["predicted"]), Traffic(**one["measured"]))
             for one in plain["moved"]
         )
-        return cls(plain["rank"], steps, moved, plain["digest"])
+        return cls(plain["rank"], steps, moved, plain["digest"], tuple(plain["inexact"]))
 
 
 def _step_of(plain: dict[str, Any]) -> StepEvidence:
@@ -151,7 +156,8 @@ def examine(world: World, case: Case) -> Evidence:
     for name, value in sorted(run.logical_state().items()):
         data = value.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
         digest = zlib.crc32(data, zlib.crc32(name.encode(), digest))
-    return Evidence(world.rank, tuple(steps), tuple(_moved(run, case.steps)), digest)
+    moved = tuple(_moved(run, case.steps))
+    return Evidence(world.rank, tuple(steps), moved, digest, run.placed.anatomy.inexact)
 
 
 class References:
@@ -162,7 +168,15 @@ class References:
         types = Types(precision.master, precision.message, precision.compute)
         self.case, self.blocks = case, run.placed.anatomy.blocks
         self.whole, self.cut = (
-            Serial(case.plain(), case.loss, case.options, seed=case.seed, types=types, blocks=self.blocks)
+            Serial(
+                case.plain(),
+                case.loss,
+                case.options,
+                seed=case.seed,
+                types=types,
+                blocks=self.blocks,
+                layouts=run.placed.anatomy.layouts,
+            )
             for _ in range(2)
         )
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fourfold.randomness import Position, at, inside
+from fourfold.randomness import Layout, Position, at, inside
 from fourfold.training.optimizer import OptimizerOptions, build_plain
 
 Loss = Callable[[nn.Module, dict[str, Tensor]], tuple[Tensor, Any]]
@@ -61,6 +61,7 @@ class Serial:
         seed: int,
         types: Types,
         blocks: Iterable[str] = (),
+        layouts: Mapping[str, Layout] | None = None,
     ) -> None:
         """Take a model over.
 
@@ -71,8 +72,10 @@ class Serial:
             seed: of the random streams.
             types: of the elements.
             blocks: paths of the blocks, which name the places where dropout draws.
+            layouts: where rows lie in the tensors of those places, if not whole and in dim 0.
         """
         self.loss, self.seed, self.types = loss, seed, types
+        self.layouts = layouts or {}
         self.masters = {
             name: nn.Parameter(value.detach().to(types.master), requires_grad=value.requires_grad)
             for name, value in model.named_parameters()
@@ -107,7 +110,7 @@ class Serial:
         return {name: master.detach() for name, master in self.masters.items()}
 
     def _forward(self, position: Position, batch: dict[str, Tensor]) -> tuple[Tensor, Any]:
-        with at(position), inside(self.model, ""):
+        with at(position._replace(layouts=self.layouts)), inside(self.model, ""):
             return self.loss(self.model, batch)
 
     def _taken_gradients(self) -> Iterator[tuple[str, Tensor]]:

@@ -32,6 +32,7 @@ class Verdict:
         agree: every rank holds the same weights, bit for bit.
         ranks: how many there were.
         backend: what carried the messages.
+        inexact: why the model's random numbers cannot be those of one process, one line each.
     """
 
     plan: Plan
@@ -40,13 +41,14 @@ class Verdict:
     agree: bool
     ranks: int
     backend: str
+    inexact: tuple[str, ...]
 
     @classmethod
     def of(cls, plan: Plan, evidence: Sequence[Evidence], backend: str) -> Verdict:
         """Put together what the ranks saw, in rank order."""
         moved = tuple(row for one in evidence for row in one.moved)
         agree = len({one.digest for one in evidence}) == 1
-        return cls(plan, evidence[0].steps, moved, agree, len(evidence), backend)
+        return cls(plan, evidence[0].steps, moved, agree, len(evidence), backend, evidence[0].inexact)
 
     @property
     def exact(self) -> bool:
@@ -102,8 +104,8 @@ class Verdict:
         return {
             "ok": self.ok,
             "plan": str(self.plan),
-            "exact": self.exact,
-            "inexact": list(self.plan.inexact),
+            "exact": self.exact and not self.inexact,
+            "inexact": [*self.plan.inexact, *self.inexact],
             "precision": self.plan.placement.precision,
             "ranks": self.ranks,
             "backend": self.backend,
@@ -147,6 +149,7 @@ class Verdict:
         return [
             f"plan       {self.plan}",
             f"promise    {kind}",
+            *(f"not exact  {line}" for line in self.inexact),
             f"run        {_counted(len(self.steps), 'step')} on {_counted(self.ranks, 'rank')} ({self.backend}), "
             f"beside one plain process, in {self.plan.placement.precision}",
         ]
@@ -193,7 +196,7 @@ class Verdict:
             what = "an exact plan differs" if self.exact else "beyond its bound"
             lines.append(
                 f"NOT EQUAL TO SERIAL: {what}: {self.worst}, allowed {self.allowed:.1e}; "
-                "if the model draws random numbers other than dropout, or mixes rows, that is why"
+                + ("see what is not exact above" if self.inexact else "if the model mixes rows, that is why")
             )
         elif self.exact:
             lines.append(f"equal to serial: worst difference {self.worst}, allowed {self.allowed:.1e}")
