@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
@@ -149,3 +150,26 @@ def test_allocations_are_signed_and_in_order():
         kept = torch.empty(500)
     assert torch_private.allocations(profile) == [4000, -4000, 2000]
     assert kept.numel() == 500
+
+
+def test_without_torch_function_a_subclass_is_a_plain_tensor():
+    class Shy(torch.nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError("asked")
+
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.__class__ = Shy
+    with torch_private.without_torch_function():
+        assert parameter.shape == (2,) and type(parameter * 2) is torch.Tensor
+    with pytest.raises(AssertionError, match="asked"):
+        parameter.sum()
+
+
+def test_take_assign_tells_how_a_state_is_loaded_and_leaves_no_trace():
+    module, seen = torch.nn.Linear(2, 2), []
+    state = module.state_dict()
+    module.register_load_state_dict_pre_hook(lambda *about: seen.append(torch_private.take_assign(about[3])))
+    for assign in (False, True, False):
+        module.load_state_dict(state, assign=assign)
+    assert seen == [False, True, False]

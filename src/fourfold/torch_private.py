@@ -230,3 +230,16 @@ def persistent_buffers(module: Any) -> list[str]:
     """Names of a module's own buffers that belong into its `state_dict`, without calling it: a placed model answers
     that with a gather, in which all ranks must take part."""
     return [name for name in module._buffers if name not in module._non_persistent_buffers_set]
+
+
+def without_torch_function() -> Any:
+    """A context in which tensor subclasses are plain tensors: their `__torch_function__` is not asked."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def take_assign(local_metadata: dict[str, Any]) -> bool:
+    """`load_state_dict(..., assign=True)` is under way: by the `local_metadata` that its pre-hooks are given.
+
+    Torch leaves its note in the metadata of the state, where the next load would find it, too; here it is taken out.
+    """
+    return bool(local_metadata.pop("assign_to_params_buffers", False))

@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
+from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from fourfold import randomness
@@ -70,6 +70,9 @@ class Block:
         self.keep = False
         """The weights stay after forward: backward begins with this block."""
         self.inner: Callable[..., Any] = module.forward
+        # Full recomputation keeps nothing of the block: it computes it again, and `_compute` brings the weights in.
+        watches = unit.arena.transient and recompute != "full"
+        self._saving = saved_tensors_hooks(_kept, self._wanted) if watches else nullcontext()
         rests = unit.arena.rest is unit.arena.shard and not unit.arena.transient
         self.idle = rests and not random and recompute == "none"
         """Whole weights are always here, and nothing is drawn or recomputed: the model's own forward is called."""
@@ -103,7 +106,7 @@ class Block:
         backward = self.departures.active
         if not backward and self.neighbours.after is not None:
             self.neighbours.after.start()
-        with self._streams(position):
+        with self._saving, self._streams(position):
             result = self.inner(*args, **kwargs)
         if self.last and not backward and not (self.keep and torch.is_grad_enabled()):
             self.unit.free()
@@ -121,10 +124,26 @@ class Block:
             yield
 
     def _enter_backward(self, gradient: Tensor) -> Tensor:
+        self._awake()
+        return gradient
+
+    def _awake(self) -> None:
         self.unit.ready()
         if self.neighbours.before is not None:
             self.neighbours.before.start()
-        return gradient
+
+    def _wanted(self, kept: tuple[Tensor, int]) -> Tensor:
+        """What the block's forward kept for backward, which may come here by another way than the block's result."""
+        tensor, version = kept
+        if self.unit.hidden:
+            self._awake()
+        if tensor._version != version:
+            # Torch checks this itself only where nobody watches what is kept.
+            raise RuntimeError(
+                f"{self.path}: a tensor [{tensor.dtype} {list(tensor.shape)}] that backward needs has been modified by "
+                f"an inplace operation: it is at version {tensor._version}; expected version {version}"
+            )
+        return tensor
 
     def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Ask to be told when backward leaves the block: when it has the gradients of all of the block's inputs."""
@@ -145,6 +164,10 @@ class Block:
                 "would do that twice; use recompute: none or selective, or change the block"
             )
         return result
+
+
+def _kept(tensor: Tensor) -> tuple[Tensor, int]:
+    return tensor, tensor._version
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from fourfold.placement.unit import Unit
 from fourfold.plan import Events, GradientReady
+from fourfold.torch_private import without_torch_function
 
 
 class StrayGradient(RuntimeError):
@@ -56,7 +57,8 @@ class Departures:
         self.active = False
         for unit in self.order:
             unit.free()
-            stray = unit.stray()
+            with without_torch_function():
+                stray = unit.stray()
             if stray is not None:
                 raise StrayGradient(
                     f"{stray}: a gradient came after the gradients of {unit.name} had left; expected one backward a "
@@ -85,7 +87,8 @@ class Departures:
                 continue
             unit.settle()
             self._arrive(unit)
-            unit.pack(last=self._last)
+            with without_torch_function():  # a freed parameter would be asked whether its `.grad` may be read
+                unit.pack(last=self._last)
             if not self.overlap:
                 self._arrive(None)
 

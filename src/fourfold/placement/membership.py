@@ -46,7 +46,8 @@ def members(
     """Sort every parameter into exactly one unit.
 
     A parameter tied across blocks, or between a block and the outside, belongs to what lies before the blocks: it is
-    then whole for as long as anything may use it.
+    then whole for as long as anything may use it. So does, where blocks stay apart, a block's parameter that something
+    outside of the block reads.
 
     Args:
         model: on any device.
@@ -59,11 +60,11 @@ def members(
     owners = _owners(model)
     before, after = Members("before the blocks", (), outer=True), Members("after the blocks", (), outer=True)
     blocks = {path: Members(path, (path,)) for path in anatomy.blocks}
-    late = set(anatomy.after)
+    late, shared = set(anatomy.after), set(anatomy.read_outside) if apart else set()
     for name, parameter in model.named_parameters():
         home = before
         homes = {_block_of(alias, anatomy.blocks) for alias in _aliases(model, owners[name])}
-        if len(homes) == 1:
+        if len(homes) == 1 and name not in shared:
             path = homes.pop()
             home = blocks[path] if path is not None else (after if name in late else before)
         kind = group(name, parameter) if parameter.requires_grad else FROZEN

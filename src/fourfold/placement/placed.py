@@ -22,7 +22,7 @@ from fourfold.placement.membership import Group, Members, members
 from fourfold.placement.piece import Piece
 from fourfold.placement.precision import Precision
 from fourfold.placement.refusals import reads_explained, refuse
-from fourfold.placement.state import answer_state_dict
+from fourfold.placement.state import answer_state_dict, write_loaded_state
 from fourfold.placement.unit import Unit
 from fourfold.plan import Codec, Events, Placement
 from fourfold.wire import Mesh
@@ -56,6 +56,7 @@ class Placed:
         self.blocks: list[Block] = []
         self.shards = [shard for unit in units for shard in _shards(unit)]
         self._outer: list[Unit] = []
+        self._inner: list[Unit] = []
 
     # ---- a step
 
@@ -69,8 +70,8 @@ class Placed:
         """The scope of one micro-batch's forward (or of an evaluation, without a position)."""
         for unit in self._outer:
             unit.start()
-        if self.blocks and self.options.overlap:
-            self.blocks[0].unit.start()
+        if self._inner and self.options.overlap:
+            self._inner[0].start()
         for unit in self._outer:
             unit.ready()
         with ExitStack() as stack, reads_explained(self.options.shard):
@@ -112,7 +113,7 @@ class Placed:
         """
         parts = self.mesh["z"].size
         itemsize = torch.empty(0, dtype=self.units[0].arena.precision.message).element_size()
-        kept = self.blocks[-1].unit if self.blocks else None
+        kept = self._inner[-1] if self._inner else None
         shipments = [
             traffic.Shipment(unit.arena.layout, last=unit is kept, outer=unit in self._outer) for unit in self.units
         ]
@@ -199,6 +200,7 @@ def place(
     placed = Placed(model, anatomy, mesh, options, units, events)
     _wrap_blocks(placed, sorted_)
     answer_state_dict(model, units)
+    write_loaded_state(model, units)
     return placed
 
 
@@ -227,29 +229,36 @@ def _place_buffers(model: nn.Module, precision: Precision, device: torch.device)
 def _wrap_blocks(placed: Placed, sorted_: list[Members]) -> None:
     """Take over the blocks' forwards; what has no block is brought in around the whole forward."""
     modules = dict(placed.model.named_modules())
+    homes: dict[str, tuple[Unit, bool, bool]] = {}
     for unit, member in zip(placed.units, sorted_, strict=True):
         if member.outer:
             placed._outer.append(unit)
-        for number, path in enumerate(member.blocks):
-            block = Block(
-                path,
-                modules[path],
-                unit,
-                placed.departures,
-                recompute=placed.options.recompute,
-                random=bool(placed.anatomy.dropouts),
-                first=number == 0,
-                last=number == len(member.blocks) - 1,
-            )
-            placed.blocks.append(block)
-    if not placed.blocks:
-        return
-    inner = list(dict.fromkeys(block.unit for block in placed.blocks))
-    for block in placed.blocks:
-        at = inner.index(block.unit)
-        ahead = placed.options.overlap
-        block.neighbours = Neighbours(
-            before=inner[at - 1] if ahead and at > 0 else None,
-            after=inner[at + 1] if ahead and at + 1 < len(inner) else None,
+        if member.blocks:
+            placed._inner.append(unit)
+        for path in member.blocks:
+            homes[path] = unit, path == member.blocks[0], path == member.blocks[-1]
+    for path in placed.anatomy.blocks:
+        # A block all of whose weights are used outside, too, has no unit of its own: it brings none in, and frees none.
+        unit, first, last = homes.get(path) or (placed._outer[0], False, False)
+        block = Block(
+            path,
+            modules[path],
+            unit,
+            placed.departures,
+            recompute=placed.options.recompute,
+            random=bool(placed.anatomy.dropouts),
+            first=first,
+            last=last,
         )
-        block.keep = block.unit is inner[-1]
+        if unit in placed._inner:
+            block.neighbours = _neighbours(placed._inner, unit, ahead=placed.options.overlap)
+            block.keep = unit is placed._inner[-1]
+        placed.blocks.append(block)
+
+
+def _neighbours(inner: list[Unit], unit: Unit, *, ahead: bool) -> Neighbours:
+    at = inner.index(unit)
+    return Neighbours(
+        before=inner[at - 1] if ahead and at > 0 else None,
+        after=inner[at + 1] if ahead and at + 1 < len(inner) else None,
+    )

@@ -1,4 +1,4 @@
-"""`state_dict()` of a placed model, or of any part of it, answers with the weights even where they are freed."""
+"""`state_dict()` and `load_state_dict()` of a placed model, or of a part of it, mean its weights, not what is here."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from fourfold.placement.layout import Slot
+from fourfold.placement.refusals import PlacementError
 from fourfold.placement.unit import Unit
+from fourfold.torch_private import take_assign
 
 
 def answer_state_dict(model: nn.Module, units: Sequence[Unit]) -> None:
@@ -45,3 +49,67 @@ class _Answer:
             if isinstance(value, Tensor) and name.startswith(prefix):
                 state[name] = value.detach().clone()
         self._open.pop().close()
+
+
+def write_loaded_state(model: nn.Module, units: Sequence[Unit]) -> None:
+    """`load_state_dict()` sets the master weights: each rank its own rows, of a state that is the same on all ranks.
+
+    Without this it would set what is gathered just now, and the next update would forget it.
+    """
+    loading = _Loading(units)
+    for module in model.modules():
+        module.register_load_state_dict_pre_hook(loading.write)
+        module.register_load_state_dict_post_hook(loading.finish)
+
+
+class _Loading:
+    """The hooks of all modules around a `load_state_dict` of any of them.
+
+    Torch then also copies into the parameters, which is needless but must find room: they get it, and lose it again.
+    """
+
+    def __init__(self, units: Sequence[Unit]):
+        self.homes: dict[int, tuple[Unit, Slot]] = {
+            id(unit.parameters[slot.name]): (unit, slot) for unit in units for slot in unit.arena.layout.slots
+        }
+        self._root: nn.Module | None = None
+        self._changed: dict[int, Unit] = {}
+
+    def write(
+        self, module: nn.Module, state: Mapping[str, Any], prefix: str, about: dict[str, Any], *outcome: Any
+    ) -> None:
+        """Before torch loads a module's own weights."""
+        if take_assign(about):
+            raise PlacementError(
+                "load_state_dict(assign=True) would put other parameters in the place of the placed ones; "
+                "expected assign=False, which copies the values"
+            )
+        if self._root is None or not prefix:  # the model is loaded, or a part of it: an earlier load may have failed
+            self._root, self._changed = module, {}
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            value = state.get(prefix + name)
+            if id(parameter) not in self.homes or not isinstance(value, Tensor):
+                continue
+            unit, slot = self.homes[id(parameter)]
+            if unit.index not in self._changed:
+                self._changed[unit.index] = unit
+                unit.make_room()
+            # Torch has words for a wrong shape; like it, take one element for a weight without dims.
+            if value.shape == slot.shape or (not slot.shape and value.shape == (1,)):
+                _write_rows(unit, slot, value)
+
+    def finish(self, module: nn.Module, incompatible: Any) -> None:
+        """After a module; after the last one, every rank brings its resting weights up to date, in one order."""
+        if module is not self._root:
+            return
+        self._root = None
+        for _, unit in sorted(self._changed.items()):
+            unit.free()
+            unit.refresh(whole=True)
+
+
+@torch.no_grad()
+def _write_rows(unit: Unit, slot: Slot, value: Tensor) -> None:
+    first, last = slot.span(unit.arena.index)
+    rows = unit.arena.shard[slot.shard_start : slot.shard_start + last - first]
+    rows.copy_(value.reshape(-1)[first:last])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.placement.arena import Arena
+from fourfold.placement.freed import hide, show
 from fourfold.placement.layout import FROZEN
 from fourfold.plan import Codec
 from fourfold.wire import Axis, Work
@@ -43,6 +44,7 @@ class Unit:
         hold: gradients stay whole on every rank until the last micro-batch (level optimizer), so that accumulation
             costs no traffic.
         codec: the form in which gradients cross; None: as the message's type.
+        hidden: the full weights are not here, or not up to date, and the parameters know it (`freed.Freed`).
     """
 
     index: int
@@ -54,6 +56,7 @@ class Unit:
     codec: Codec | None = None
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     pins: int = 0
+    hidden: bool = False
     _gather: tuple[Work, Tensor] | None = None
     _scatter: tuple[Work, Tensor] | None = None
     _summed: bool = False
@@ -70,7 +73,7 @@ class Unit:
             self.parameters[slot.name] = parameter
             for owner in self.owners[slot.name]:
                 setattr(owner.module, owner.attribute, parameter)
-        self.arena.free()
+        self.free()
 
     def watch(self, fired: Callable[[Unit, int], None]) -> None:
         """Call `fired(unit, number of the weight)` whenever one of the unit's gradients has been accumulated.
@@ -127,6 +130,7 @@ class Unit:
             if self.arena.transient and not self.arena.live:
                 self.arena.allocate()
                 self.arena.expand()
+            self._show()
             return
         self.start()
         if self._gather is not None:
@@ -135,6 +139,7 @@ class Unit:
             self.arena.allocate()
             self.arena.unpack(staged)
             self._gather = None
+            self._show()
 
     def free(self) -> None:
         """The full weights are not needed until the next `ready` (unless somebody holds a pin)."""
@@ -143,6 +148,24 @@ class Unit:
         if self._gather is not None and not self.resident:
             self.ready()
         self.arena.free()
+        if self.arena.transient:
+            self._hide()
+
+    def make_room(self) -> None:
+        """Storage for the full weights, of undefined contents until `free`: for somebody who writes what he must."""
+        if not self.resident and not self.arena.live:
+            self.arena.allocate()
+            self._show()
+
+    def _hide(self) -> None:
+        if not self.hidden:
+            hide(self.parameters, self.ready if self.resident else None)
+            self.hidden = True
+
+    def _show(self) -> None:
+        if self.hidden:
+            show(self.parameters.values())
+            self.hidden = False
 
     @contextmanager
     def pinned(self) -> Iterator[None]:
@@ -171,6 +194,7 @@ class Unit:
             arena.rest.data[:changed].copy_(arena.shard[:changed])
             return
         self._gather = self._send(changed)
+        self._hide()
 
     def _settle_refresh(self) -> None:
         if self._gather is not None:

@@ -1,0 +1,170 @@
+"""Weights that are read outside of their block, and what leaves a block beside its result: equal to serial."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fourfold.training.losses.cross_entropy import cross_entropy
+from plain import VOCABULARY, Work, assert_equal, disturbed, gpt, on_threads, serial
+
+LEVELS = ("none", "optimizer", "gradients", "parameters")
+Loss = Callable[[Any, dict[str, Tensor]], Any]
+
+
+def plan_of(level: str, ranks: int, recompute: str = "none", microbatches: int = 2) -> dict[str, Any]:
+    cut = {"data": ranks} if level == "none" else {"z": ranks}
+    placement = {**cut, "shard": level, "precision": "fp64", "recompute": recompute}
+    return {"placement": placement, "schedule": {"microbatches": microbatches}}
+
+
+# ---- weights
+
+
+def penalised(model: Any, batch: dict[str, Tensor]) -> Any:
+    """An L2 penalty over every weight; times the count, so that ranks' shares add up."""
+    total, count = cross_entropy(model, batch)
+    return total + 0.01 * count.double() * sum(parameter.square().sum() for parameter in model.parameters()), count
+
+
+def penalised_first(model: Any, batch: dict[str, Tensor]) -> Any:
+    """The weights are read before the model has run in this step."""
+    penalty = sum(parameter.square().sum() for parameter in model.parameters())
+    total, count = cross_entropy(model, batch)
+    return total + 0.01 * count.double() * penalty, count
+
+
+def compared(model: Any, batch: dict[str, Tensor]) -> Any:
+    """The loss reads one weight of two blocks, one of them by a view."""
+    total, count = cross_entropy(model, batch)
+    first, second = model.blocks[0].mlp.expand.weight, model.blocks[1].mlp.expand.weight
+    return total + 0.1 * count.double() * (first.t() @ second).square().mean(), count
+
+
+class Lends(nn.Module):
+    """A stack in which block 2 uses a weight of block 0, as a function of it and directly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, 12)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(12, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for number, block in enumerate(self.blocks):
+            lent: Any = self.blocks[0]
+            x = x + block(x + F.linear(x, lent[0].weight.t()) if number == 2 else x)
+        return self.head(x)
+
+
+def lends() -> nn.Module:
+    torch.manual_seed(0)
+    return disturbed(Lends().double())
+
+
+WEIGHTS: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
+    "penalty": (lambda: gpt(0.2), penalised),
+    "penalty first": (lambda: gpt(0.2), penalised_first),
+    "loss": (lambda: gpt(0.2), compared),
+    "block": (lends, cross_entropy),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", list(WEIGHTS))
+def test_weights_read_outside_of_their_block(kind: str, level: str, ranks: int) -> None:
+    build, loss = WEIGHTS[kind]
+    work = Work(build(), steps=2, loss=loss)
+    expected = serial(work)
+    for found in on_threads(work, plan_of(level, ranks)):
+        assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_blocks_without_weights_of_their_own_still_recompute_and_draw(recompute: str) -> None:
+    """A penalty over all weights leaves the blocks none; their dropout and recomputation stay what they were."""
+    work = Work(gpt(0.2), steps=2, loss=penalised)
+    expected = serial(work)
+    for found in on_threads(work, plan_of("parameters", 3, recompute)):
+        assert_equal(found, expected)
+
+
+# ---- activations
+
+
+class Aside(nn.Module):
+    """Keeps a value beside its result; `aside` computes it, after or before the result."""
+
+    def __init__(self, *, early: bool = False):
+        super().__init__()
+        self.linear, self.other, self.norm = nn.Linear(12, 12), nn.Linear(12, 12), nn.LayerNorm(12)
+        self.early = early
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.early:
+            self.aside = self._aside(x)
+        result = x + self.linear(self.norm(x))
+        if not self.early:
+            self.aside = self._aside(x)
+        return result
+
+    def _aside(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.other(torch.tanh(self.norm(x)) * self.norm.bias)).square().sum()
+
+
+class OfWeights(Aside):
+    """What it keeps depends on its weights alone."""
+
+    def _aside(self, x: Tensor) -> Tensor:
+        return (self.linear.weight @ self.other.weight).square().sum() * len(x)
+
+
+class Cut(Aside):
+    """What it keeps does not lead back to its input."""
+
+    def _aside(self, x: Tensor) -> Tensor:
+        return super()._aside(x.detach())
+
+
+class Asides(Lends):
+    def __init__(self, kind: type[Aside], *, early: bool):
+        super().__init__()
+        self.blocks = nn.ModuleList(kind(early=early) for _ in range(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def with_asides(model: Any, batch: dict[str, Tensor]) -> Any:
+    total, count = cross_entropy(model, batch)
+    return total + sum(block.aside for block in model.blocks), count
+
+
+def asides_alone(model: Any, batch: dict[str, Tensor]) -> Any:
+    """Backward enters no block by its result."""
+    total, count = cross_entropy(model, batch)
+    return total.detach() + sum(block.aside for block in model.blocks), count
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("loss", [with_asides, asides_alone])
+@pytest.mark.parametrize("kind", [Aside, OfWeights, Cut])
+def test_activations_that_leave_a_block_beside_its_result(
+    kind: type[Aside], loss: Loss, early: bool, recompute: str
+) -> None:
+    torch.manual_seed(0)
+    work = Work(disturbed(Asides(kind, early=early).double()), steps=2, loss=loss)
+    expected = serial(work)
+    for found in on_threads(work, plan_of("parameters", 3, recompute)):
+        assert_equal(found, expected)
