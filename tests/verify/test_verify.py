@@ -166,6 +166,32 @@ def test_a_model_that_mixes_rows_is_not_decided_or_not_equal():
     assert not found.ok and "not decided: plain PyTorch itself differs" in found.text()
 
 
+class Normed(torch.nn.Module):
+    """Logits with the statistics of a micro-batch in them."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm = torch.nn.Embedding(31, 16), torch.nn.BatchNorm1d(16)
+        self.head = torch.nn.Linear(16, 31)
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.table(tokens).transpose(1, 2)).transpose(1, 2))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_batch_norm_is_held_against_the_same_micro_batches(microbatches):
+    base = case({"z": 3, "shard": "parameters"}, microbatches)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        template = Normed().double()
+    normed = dataclasses.replace(
+        base, model=lambda: (copy.deepcopy(template), None), plain=lambda: copy.deepcopy(template)
+    )
+    found = verdict(normed)
+    assert found.ok and found.exact, found.text()
+    assert found.worst.error <= 1e-12 and found.rounding <= 1e-12
+
+
 @pytest.mark.parametrize("placement", [{"data": 2}, {"z": 2, "shard": "parameters"}])
 def test_bf16_is_within_its_bound_and_not_by_chance(placement):
     found = verdict(case({**placement, "precision": "bf16"}))

@@ -17,6 +17,7 @@ from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from fourfold import randomness
+from fourfold.placement.batch_norm import moved_once
 from fourfold.placement.departures import Departures
 from fourfold.placement.selective import recompute_attention
 from fourfold.placement.unit import Unit
@@ -69,6 +70,7 @@ class Block:
         self.neighbours = Neighbours(None, None)
         self.keep = False
         """The weights stay after forward: backward begins with this block."""
+        self.moved_once = moved_once(module) if recompute == "full" else set()
         self.inner: Callable[..., Any] = module.forward
         # Full recomputation keeps nothing of the block: it computes it again, and `_compute` brings the weights in.
         watches = unit.arena.transient and recompute != "full"
@@ -154,7 +156,8 @@ class Block:
 
     def _recomputed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The block's forward, run again in backward: what it changes in place would be changed twice."""
-        held = [*tensors((args, kwargs)), *self.module.buffers()]
+        buffers = (buffer for buffer in self.module.buffers() if id(buffer) not in self.moved_once)
+        held = [*tensors((args, kwargs)), *buffers]
         before = [tensor._version for tensor in held]
         compute = partial(self._compute, randomness.current())
         result = checkpoint(compute, args, kwargs, use_reentrant=False, preserve_rng_state=False)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fourfold import randomness
 from fourfold.anatomy import Anatomy
 from fourfold.ledger import Ledger
-from fourfold.placement import norm, traffic
+from fourfold.placement import batch_norm, norm, traffic
 from fourfold.placement.arena import Arena, Fill
 from fourfold.placement.block import Block, Neighbours
 from fourfold.placement.departures import Departures
@@ -57,6 +57,9 @@ class Placed:
         self.shards = [shard for unit in units for shard in _shards(unit)]
         self._outer: list[Unit] = []
         self._inner: list[Unit] = []
+        self.statistics: batch_norm.Scope | None = None
+        if options.world > 1 or options.recompute == "full":
+            self.statistics = batch_norm.synchronise(model, self._scope)
 
     # ---- a step
 
@@ -66,8 +69,15 @@ class Placed:
             unit.begin()
 
     @contextmanager
-    def forward(self, position: randomness.Position | None) -> Iterator[None]:
-        """The scope of one micro-batch's forward (or of an evaluation, without a position)."""
+    def forward(self, position: randomness.Position | None, *, counts: bool = True) -> Iterator[None]:
+        """The scope of one micro-batch's forward (or of an evaluation, without a position).
+
+        Args:
+            position: of the rows being computed.
+            counts: these rows belong to the micro-batch; a rank without rows computes one that does not.
+        """
+        if self.statistics is not None:
+            self.statistics.counts = counts
         for unit in self._outer:
             unit.start()
         if self._inner and self.options.overlap:
@@ -120,6 +130,19 @@ class Placed:
         about: dict[str, Any] = {"shard": self.options.shard, "microbatches": microbatches, "ledger": ledger}
         traffic.weights(shipments, parts, itemsize=itemsize, **about)
         traffic.gradients(shipments, parts, payload=self.units[0].payload, **about)
+        if self.statistics is not None:
+            modules = dict(self.model.named_modules())
+            norms = [norm for norm in self.anatomy.batch_norms if batch_norm.takes_statistics(modules[norm.module])]
+            twice = self.anatomy.blocks if self.options.recompute == "full" else ()
+            axis = self.statistics.axis
+            sent = traffic.exchanges(norms, axis.size, recomputed=twice)
+            traffic.statistics(sent, axis, microbatches=microbatches, ledger=ledger)
+
+    def _scope(self) -> batch_norm.Scope:
+        def again() -> bool:
+            return self.departures.active and self.options.recompute == "full"
+
+        return batch_norm.Scope(self.mesh.over("z", "data"), again)
 
     # ---- the logical view
 
@@ -179,7 +202,7 @@ def place(
         device: where everything goes.
         codec: the form in which gradients cross over z.
     """
-    refuse(model, ranks=options.world)
+    refuse(model, anatomy, ranks=options.world)
     precision = Precision.of(options.precision, device)
     itemsize = torch.empty(0, dtype=precision.message).element_size()
     axis = mesh["z"]

@@ -7,22 +7,24 @@ from contextlib import contextmanager
 
 from torch import nn
 
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+from fourfold.anatomy import BATCH_NORMS, Anatomy
 
 
 class PlacementError(ValueError):
     """A model that cannot be placed: names the module or parameter, and what to try."""
 
 
-def refuse(model: nn.Module, *, ranks: int) -> None:
-    """Refuse weights that an arena cannot hold, and statistics that do not add up.
+def refuse(model: nn.Module, anatomy: Anatomy, *, ranks: int) -> None:
+    """Refuse weights that an arena cannot hold, and statistics that nobody could take over several ranks.
 
     Args:
         model: the plain model.
+        anatomy: of the model.
         ranks: how many compute rows of one batch.
 
     Raises:
-        PlacementError: a weight that is not a real floating-point tensor; batch norm in training on several ranks.
+        PlacementError: a weight that is not a real floating-point tensor; on several ranks, statistics over the rows
+            of a batch that are taken elsewhere than in torch's batch norms.
     """
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
@@ -30,11 +32,24 @@ def refuse(model: nn.Module, *, ranks: int) -> None:
                 f"{name}: expected a real floating-point parameter, found {parameter.dtype}; "
                 "make an integer a buffer, and keep the real and imaginary parts of a complex weight in two parameters"
             )
-    for name, module in model.named_modules():
-        if ranks > 1 and isinstance(module, BATCH_NORMS) and module.training:
+    if ranks > 1:
+        _refuse_statistics(model, anatomy, ranks)
+
+
+def _refuse_statistics(model: nn.Module, anatomy: Anatomy, ranks: int) -> None:
+    """What a batch norm module asks of `F.batch_norm` is taken over all ranks; nothing else can be."""
+    callers = {norm.module for norm in anatomy.batch_norms}
+    for path, module in model.named_modules():
+        if not isinstance(module, BATCH_NORMS):
+            odd, what = path in callers, "calls F.batch_norm itself, outside of a batch norm module"
+        else:
+            odd, what = path not in callers, f"is a {type(module).__name__} that does not call F.batch_norm"
+            odd = odd and type(module).forward not in (nn.BatchNorm2d.forward, nn.SyncBatchNorm.forward)
+        if odd and module.training:
             raise PlacementError(
-                f"{name}: batch norm takes its statistics over the rows of one rank, so {ranks} ranks do not compute "
-                "what one process does; use GroupNorm or LayerNorm, or freeze it with .eval()"
+                f"{path or type(model).__name__} {what}: its statistics are those of one rank's rows, so {ranks} ranks "
+                "do not compute what one process does; use torch's batch norm modules, whose statistics are taken over "
+                "all ranks, or freeze it with .eval()"
             )
 
 

@@ -6,12 +6,15 @@ wire meters, exactly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from fourfold.anatomy import BatchNorm
 from fourfold.ledger import Ledger
+from fourfold.placement import batch_norm
 from fourfold.placement.layout import Layout
-from fourfold.wire import formulas
+from fourfold.wire import Axis, formulas
 
 
 @dataclass(frozen=True)
@@ -68,3 +71,45 @@ def gradients(
         calls = 1 if shard == "optimizer" else microbatches
         nbytes = formulas.reduce_scatter(axis, payload(layout.trained) * layout.parts)
         ledger.send("z", "gradient", "reduce_scatter", calls * nbytes, calls)
+
+
+class Exchange(NamedTuple):
+    """What all ranks tell one another of one call of batch norm.
+
+    Attributes:
+        op: the collective.
+        kind: of the traffic.
+        nbytes: of the whole tensor.
+        calls: in a micro-batch.
+    """
+
+    op: str
+    kind: str
+    nbytes: int
+    calls: int
+
+
+def exchanges(norms: Sequence[BatchNorm], ranks: int, *, recomputed: Sequence[str] = ()) -> Iterator[Exchange]:
+    """The messages of one micro-batch's batch norms: a gather in forward, a sum in backward.
+
+    Args:
+        norms: the calls of one forward.
+        ranks: that share the rows of a micro-batch.
+        recomputed: paths of the blocks whose forward runs again in backward, with all of its messages.
+    """
+    for norm in norms if ranks > 1 else ():
+        inside = any(norm.module == path or norm.module.startswith(f"{path}.") for path in recomputed)
+        yield Exchange("all_gather", "activation", ranks * batch_norm.message(norm.channels) * 8, 2 if inside else 1)
+        if norm.learned:
+            yield Exchange("all_reduce", "activation-gradient", 2 * norm.channels * 8, 1)
+
+
+def statistics(sent: Iterable[Exchange], axis: Axis, *, microbatches: int, ledger: Ledger) -> None:
+    """Statistics of batch norms over all ranks in one step."""
+    for one in sent:
+        if one.op == "all_gather":
+            nbytes = formulas.all_gather(axis.size, one.nbytes)
+        else:
+            nbytes = formulas.all_reduce(axis.size, one.nbytes, 8, axis.index)
+        calls = microbatches * one.calls
+        ledger.send(axis.name, one.kind, one.op, calls * nbytes, calls)

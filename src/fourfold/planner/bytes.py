@@ -21,8 +21,12 @@ class Seat:
     index: int
 
 
-def count(ledger: Ledger, plan: Plan, parcels: Sequence[Parcel], microbatches: int) -> None:
-    """Add what one rank (the first) hands to the network in a step: weights and gradients over z, gradients over data.
+def count(
+    ledger: Ledger, plan: Plan, parcels: Sequence[Parcel], exchanges: Sequence[traffic.Exchange], microbatches: int
+) -> None:
+    """Add what one rank (the first) hands to the network in a step.
+
+    Weights and gradients over z, gradients over data, statistics of batch norms over both.
 
     The few numbers that ranks tell each other at the end of a step (control traffic) are not in it.
     """
@@ -40,6 +44,8 @@ def count(ledger: Ledger, plan: Plan, parcels: Sequence[Parcel], microbatches: i
     about: dict[str, Any] = {"shard": placement.shard, "microbatches": microbatches, "ledger": ledger}
     traffic.weights(shipments, placement.z, itemsize=parcels[0].message, **about)
     traffic.gradients(shipments, placement.z, payload=payload, **about)
+    everyone = cast("Any", Seat("z+data", placement.world, 0))
+    traffic.statistics(exchanges, everyone, microbatches=microbatches, ledger=ledger)
     seat = cast("Any", Seat("data", placement.data, 0))
     rule = plan.sync.module.Rule(plan.sync.options, seat, Events(), plan.replica_codec())
     rule.forecast(ledger, [parcel.layout.trained for parcel in parcels if parcel.layout.trained], parcels[0].master)

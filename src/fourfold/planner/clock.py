@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from fourfold.hardware import Cluster
 from fourfold.hardware.collectives import Group, seconds
+from fourfold.placement.traffic import Exchange
 from fourfold.plan import Placement
 from fourfold.planner.memory import Parcel
 from fourfold.planner.recorder import FORWARD
@@ -20,6 +21,10 @@ from fourfold.planner.tape import Tape
 UPDATE_BYTES = 7
 """Elements read and written a weight by an update with two moments: weight, gradient and moments in, all but the
 gradient out."""
+
+
+EVERYONE = "z+data"
+"""The axis of batch norms' statistics, which are waited for where they are needed."""
 
 
 @dataclass(frozen=True)
@@ -102,12 +107,15 @@ class Clock:
         microbatches: int,
         states: int,
         assume: Assumptions = LIKELY,
+        exchanges: Sequence[Exchange] = (),
     ):
         self.tape, self.parcels, self.placement, self.cluster = tape, parcels, placement, cluster
         self.microbatches, self.states, self.assume = microbatches, states, assume
         self.costs = operator_seconds(tape, cluster, dtype, assume)
         self.z = Group.of(cluster, placement.z, 1)
         self.data = Group.of(cluster, placement.data, placement.z)
+        self.everyone = Group.of(cluster, placement.world, 1)
+        self.exchanges = exchanges
         self.home = {place: number for number, parcel in enumerate(parcels) for place in parcel.places}
         self.blocks = sorted(self.home)
         self.timing = Timing()
@@ -137,7 +145,7 @@ class Clock:
 
     def _issue(self, axis: str, op: str, nbytes: float) -> float:
         """Put a collective on the wire; returns when it is complete."""
-        group = self.z if axis == "z" else self.data
+        group = {"z": self.z, "data": self.data}.get(axis, self.everyone)
         duration = seconds(op, nbytes, self.cluster, group) / self.assume.link
         self.free = max(self.free, self.now) + duration
         self.busy[axis] = self.busy.get(axis, 0.0) + duration
@@ -177,6 +185,9 @@ class Clock:
                 self._depart({number for number in waiting if number >= unit}, waiting, last)
         self._depart(set(waiting), waiting, last)
         self.live.clear()
+        for exchange in self.exchanges:
+            for _ in range(exchange.calls):
+                self._wait(EVERYONE, self._issue(EVERYONE, exchange.op, exchange.nbytes))
 
     def _ahead(self, place: int, step: int) -> None:
         unit = self.home.get(place + step)

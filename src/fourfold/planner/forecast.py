@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fourfold.anatomy import Anatomy, BatchNorm
 from fourfold.hardware import Cluster
 from fourfold.ledger import Ledger
 from fourfold.ledger.ledger import MEMORY
 from fourfold.placement.rows import share
-from fourfold.plan import Plan
+from fourfold.placement.traffic import Exchange, exchanges
+from fourfold.plan import Placement, Plan
 from fourfold.planner import bytes as traffic
 from fourfold.planner import clock, memory
 from fourfold.planner.parcels import parcels, precision
@@ -17,6 +19,9 @@ from fourfold.planner.trace import Settings
 from fourfold.planner.traces import Traces
 
 GIB = 1024**3
+
+PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
+"""A cluster's name of the type that is computed in."""
 
 
 class ForecastError(ValueError):
@@ -96,17 +101,17 @@ def forecast(subject: Subject | Traces, cluster: Cluster, plan: Plan) -> Forecas
     ).run()
     account.peak[memory.OTHER] += cluster.device.reserved
     ledger = Ledger(memory={category: account.peak[category] for category in MEMORY})
-    traffic.count(ledger, plan, units, microbatches)
+    told = _exchanges(traces.anatomy, placement)
+    traffic.count(ledger, plan, units, told, microbatches)
+    where = (tape, units, placement, cluster)
     likely, low, high = (
         clock.Clock(
-            tape,
-            units,
-            placement,
-            cluster,
-            dtype={"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}[settings.dtype],
+            *where,
+            dtype=PRECISIONS[settings.dtype],
             microbatches=microbatches,
             states=states,
             assume=assume,
+            exchanges=told,
         ).run()
         for assume in (clock.LIKELY, clock.BEST, clock.WORST)
     )
@@ -118,6 +123,13 @@ def forecast(subject: Subject | Traces, cluster: Cluster, plan: Plan) -> Forecas
     }
     bound = _bound(ledger, cluster, plan, traces.subject, microbatches)
     return Forecast(plan, ledger, likely, low.total, high.total, account.when, cluster.device.memory, bound)
+
+
+def _exchanges(anatomy: Anatomy, placement: Placement) -> list[Exchange]:
+    """The statistics that a micro-batch's batch norms take over all ranks."""
+    norms = [BatchNorm(*norm) for norm in anatomy.batch_norms]
+    twice = anatomy.blocks if placement.recompute == "full" else ()
+    return list(exchanges(norms, placement.world, recomputed=twice))
 
 
 def _bound(ledger: Ledger, cluster: Cluster, plan: Plan, subject: Subject, microbatches: int) -> str:

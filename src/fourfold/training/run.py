@@ -19,6 +19,7 @@ from fourfold.plan import Events, Plan, Rule
 from fourfold.training import checkpoint
 from fourfold.training.batch import Batch, batch_of
 from fourfold.training.boxes import boxes_of, names_of, scalars_of, set_scalars
+from fourfold.training.evaluation import evaluating
 from fourfold.training.optimizer import Optimizer, OptimizerOptions, build, group_of
 from fourfold.training.step import Loss, Step, StepResult
 from fourfold.training.values import fill_buffers, values_of
@@ -130,16 +131,12 @@ class Run:
     def evaluate(self, batches: list[Batch]) -> float:
         """Mean loss over batches, dropout off; the same on every rank."""
         step = self._placed_on(batches[0])
-        training = self.model.training
         self.ledger.begin(-1)
         sums = [0.0, 0.0]
-        self.model.eval()
-        try:
+        with evaluating(self.model):
             for batch in batches:
                 total, count = self._evaluate_rows(step, batch)
                 sums[0], sums[1] = sums[0] + total, sums[1] + count
-        finally:
-            self.model.train(training)
         ranks = step.everyone.collect(sums)
         return sum(rank[0] for rank in ranks) / max(1.0, sum(rank[1] for rank in ranks))
 
@@ -148,7 +145,7 @@ class Run:
         rows = share(batch.rows, 1, step.everyone.size, 0, step.everyone.index)
         counts = len(rows) > 0
         inputs = {name: tensor.to(self.world.device) for name, tensor in batch(rows if counts else range(1)).items()}
-        with step.placed.forward(None):
+        with step.placed.forward(None, counts=counts):
             total, count = self.loss(self.model, inputs)
         return (float(total), float(count)) if counts else (0.0, 0.0)
 

@@ -105,7 +105,7 @@ class Step:
         counts = len(rows) > 0
         rows = rows if counts else range(1)
         inputs = {name: tensor.to(self.device) for name, tensor in self._batch(rows).items()}
-        with self.placed.forward(Position(self.seed, self._number, rows.start, len(rows))):
+        with self.placed.forward(Position(self.seed, self._number, rows.start, len(rows)), counts=counts):
             total, count = self.loss(self.placed.model, inputs)
         self._output = total if counts else total * 0
         if counts:

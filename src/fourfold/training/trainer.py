@@ -14,6 +14,7 @@ from fourfold.ledger import Ledger
 from fourfold.training import checkpoint, memory
 from fourfold.training.checkpoint import Saving
 from fourfold.training.data import Batch, Prepared
+from fourfold.training.evaluation import evaluating
 from fourfold.training.folder import RunFolder, write_json
 from fourfold.training.journal import Journal, truncate
 from fourfold.training.optimizer import learning_rate
@@ -227,9 +228,7 @@ class Trainer:
         wanted = self.config.train.sample
         if wanted is None or self.data.tokenizer is None:
             return None
-        with self.run.gathered() as model:
-            training = model.training
-            model.eval()
+        with self.run.gathered() as model, evaluating(model):
             text = write_sample(
                 model,
                 self.data.tokenizer,
@@ -239,8 +238,6 @@ class Trainer:
                 temperature=wanted.temperature,
                 seed=self.config.seed,
             )
-            model.train(training)
-        self.recorder.write("sample", self.run.number, text=text)
         return text
 
 

@@ -50,9 +50,14 @@ class Case:
     steps: int
 
     @property
+    def microbatches(self) -> int:
+        """Into how many micro-batches the plan cuts a step's rows."""
+        return getattr(self.plan.schedule.options, "microbatches", 1)
+
+    @property
     def parts(self) -> int:
         """Into how many pieces the plan cuts a step's rows."""
-        return self.plan.placement.world * getattr(self.plan.schedule.options, "microbatches", 1)
+        return self.plan.placement.world * self.microbatches
 
 
 @dataclass(frozen=True)
@@ -167,6 +172,9 @@ class References:
         precision = Precision.of(case.plan.placement.precision, run.world.device)
         types = Types(precision.master, precision.message, precision.compute)
         self.case, self.blocks = case, run.placed.anatomy.blocks
+        # Statistics of batch norms belong to a micro-batch: the reference takes the same micro-batches, and no others.
+        scoped = bool(run.placed.anatomy.batch_norms)
+        self.pieces = (case.microbatches, case.microbatches) if scoped else (1, case.parts)
         self.whole, self.cut = (
             Serial(
                 case.plain(),
@@ -186,7 +194,10 @@ class References:
         """Take the step on both references, and hold the parallel numbers against the first."""
         asked = self.case.batch(number)
         batch = asked(range(asked.rows))
-        whole, cut = self.whole.step(number, batch), self.cut.step(number, batch, self.case.parts)
+        whole, cut = (
+            reference.step(number, batch, pieces)
+            for reference, pieces in zip((self.whole, self.cut), self.pieces, strict=True)
+        )
         return StepEvidence(
             number,
             loss,

@@ -190,7 +190,7 @@ class Verdict:
         if not self.decided:
             lines.append(
                 f"not decided: plain PyTorch itself differs by {self.rounding:.1e} when the rows are cut; "
-                "does the model mix rows (batch norm), or is its loss ill-conditioned?"
+                "does the model mix rows by other means than batch norm, or is its loss ill-conditioned?"
             )
         elif not self.near:
             what = "an exact plan differs" if self.exact else "beyond its bound"
