@@ -202,9 +202,9 @@ class _Wide(TorchFunctionMode):
 
 
 def lift_casts(model: nn.Module) -> None:
-    """Norms and rotary tables of stock models compute in float32 whatever they are given; here in float64."""
+    """Norms, rotary tables and routers of stock models compute in float32 whatever they are given; here in float64."""
     for module in model.modules():
-        if type(module).__name__.endswith(("RMSNorm", "RotaryEmbedding")):
+        if type(module).__name__.endswith(("RMSNorm", "RotaryEmbedding", "Router")):
             _lift(module)
 
 

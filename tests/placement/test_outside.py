@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fourfold.training.losses.cross_entropy import cross_entropy
-from plain import VOCABULARY, Work, assert_equal, disturbed, gpt, on_threads, serial
+from fourfold import wire
+from fourfold.training.losses.cross_entropy import cross_entropy, summed
+from fourfold.training.run import Run
+from plain import VOCABULARY, Work, assert_equal, disturbed, gpt, lift_casts, on_threads, serial
 
 LEVELS = ("none", "optimizer", "gradients", "parameters")
 Loss = Callable[[Any, dict[str, Tensor]], Any]
@@ -168,3 +170,51 @@ def test_activations_that_leave_a_block_beside_its_result(
     expected = serial(work)
     for found in on_threads(work, plan_of("parameters", 3, recompute)):
         assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_router_logits_of_a_stock_mixture_of_experts(recompute: str) -> None:
+    """Stock models hand inner activations out by hooks; the loss adds a penalty on them (the router's z-loss)."""
+    from transformers import AutoModelForCausalLM, MixtralConfig
+
+    def loss(model: Any, batch: dict[str, Tensor]) -> Any:
+        output = model(batch["tokens"], output_router_logits=True, use_cache=False)
+        total, count = summed(output.logits, batch["targets"])
+        return total + 0.1 * sum(logits.logsumexp(-1).square().sum() for logits in output.router_logits), count
+
+    shape = {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 3, "vocab_size": VOCABULARY}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 3}
+    torch.manual_seed(0)
+    config = MixtralConfig(**shape, **heads, max_position_embeddings=32)  # type: ignore[arg-type]
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").double()
+    work = Work(disturbed(model), steps=2, loss=loss, prepare=lift_casts)
+    expected = serial(work)
+    for found in on_threads(work, plan_of("parameters", 3, recompute)):
+        assert_equal(found, expected)
+
+
+def test_a_compiled_block_is_entered_beside_its_result() -> None:
+    torch.manual_seed(0)
+    work = Work(disturbed(Asides(Aside, early=False).double()), steps=2, loss=asides_alone)
+    expected = serial(work)
+
+    def compiled(run: Run) -> None:
+        run.placed.compile(backend="aot_eager", fullgraph=True)
+
+    for found in on_threads(work, plan_of("parameters", 3), during=compiled):
+        assert_equal(found, expected)
+
+
+def test_what_backward_needs_must_not_change_in_place() -> None:
+    """Torch does not check what somebody watches; the placement does, in its words."""
+
+    class Spoils(Aside):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.tanh(self.linear(x))
+            self.aside = hidden.square().sum()
+            return x + hidden.mul_(2)
+
+    torch.manual_seed(0)
+    work = Work(Asides(Spoils, early=False).double(), steps=1, loss=with_asides)
+    with pytest.raises(wire.RankFailed, match="modified by an inplace operation"):
+        on_threads(work, plan_of("parameters", 2))

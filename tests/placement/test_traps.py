@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fourfold import wire
 from fourfold.placement.precision import computes_bf16
+from fourfold.placement.refusals import PlacementError
 from fourfold.training.optimizer import OptimizerOptions
 from fourfold.training.run import RunError, parallelize
 from fourfold.training.step import StepError
@@ -32,6 +33,24 @@ def test_frozen_weights_are_needed_after_the_last_trained_one_has_its_gradient(p
     expected = serial(work)
     for found in on_threads(work, {"placement": placement, "schedule": {"microbatches": 2}}):
         assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("placement", LEVELS)
+def test_freezing_after_placing_is_refused_before_anything_is_updated(placement: dict[str, Any], trained: bool) -> None:
+    name = "blocks.1.mlp.expand.weight"
+    work = Work(gpt(), prepare=lambda model: model.get_parameter(name).requires_grad_(trained))  # type: ignore[arg-type]
+
+    def body(world: wire.World) -> None:
+        run = parallelize(work.fresh(), work.loss, SGD, {"placement": placement}, world=world, example=work.batch(0))
+        run.step(work.batch(0))
+        before = run.logical_state()
+        run.model.get_parameter(name).requires_grad_(not trained)
+        with pytest.raises(PlacementError, match=f"^{name}: requires_grad has changed"):
+            run.step(work.batch(1))
+        assert worst(run.logical_state(), before) == 0
+
+    wire.threads.launch(3, body)
 
 
 class Shy(nn.Module):

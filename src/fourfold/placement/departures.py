@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fourfold.placement.layout import FROZEN
+from fourfold.placement.refusals import PlacementError
 from fourfold.placement.unit import Unit
 from fourfold.plan import Events, GradientReady
 from fourfold.torch_private import without_torch_function
@@ -25,6 +27,9 @@ class Departures:
         self.order = tuple(reversed(units))
         self.events, self.overlap = events, overlap
         self.active = False
+        self._frozen = {
+            unit.index: [slot.name for slot in unit.arena.layout.slots if slot.group == FROZEN] for unit in units
+        }
         self._awaits_edge: set[int] = set()
         self._missing: dict[int, set[int]] = {}
         self._complete: set[int] = set()
@@ -58,6 +63,7 @@ class Departures:
         for unit in self.order:
             unit.free()
             with without_torch_function():
+                self._refuse_changed(unit)
                 stray = unit.stray()
             if stray is not None:
                 raise StrayGradient(
@@ -65,6 +71,19 @@ class Departures:
                     "micro-batch. Does the model call backward inside itself (reentrant checkpointing)? Use "
                     "plan.placement.recompute instead"
                 )
+
+    def _refuse_changed(self, unit: Unit) -> None:
+        """Who gets gradients was settled when the model was placed. Looks only where no gradient came."""
+        trained = unit.arena.layout.trained_slots
+        without = [trained[number].name for number in self._missing[unit.index]]
+        changed = [name for name in without if not unit.parameters[name].requires_grad]
+        changed += [name for name in self._frozen[unit.index] if unit.parameters[name].requires_grad]
+        if changed:
+            raise PlacementError(
+                f"{changed[0]}: requires_grad has changed since the model was placed, when its place for gradients was "
+                "settled; nothing was updated. Freeze and unfreeze before fourfold.parallelize: "
+                "run.model.state_dict() carries the weights over to a new run"
+            )
 
     def _fired(self, unit: Unit, number: int) -> None:
         missing = self._missing[unit.index]

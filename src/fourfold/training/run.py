@@ -45,8 +45,9 @@ def parallelize(
     """Train a plain model on many ranks, with the results of one.
 
     Args:
-        model: any `nn.Module`. It is taken over: its parameters become views of arenas. It may lie on the meta device,
-            if `weights` says where its values come from.
+        model: any `nn.Module`. It is taken over: its parameters become views of arenas, and which of them require
+            gradients is settled; a later change is refused. It may lie on the meta device, if `weights` says where its
+            values come from.
         loss: `loss(model, batch) -> (sum, count)`; see `fourfold.training.losses`.
         optimizer: which optimizer, its rate and clipping.
         plan: the four choices; None: one process.
