@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fourfold.randomness import (
+    Layout,
     Position,
     RandomnessError,
     at,
@@ -169,6 +170,54 @@ def test_memory_order_does_not_change_the_mask():
 def test_rows_that_cannot_be_told_are_refused(shape: tuple[int, ...]):
     with at(Position(1, 0, 0, 2)), pytest.raises(RandomnessError, match=r"'h\.0#1'.*whole rows"):
         dropout(torch.ones(shape), 0.5, "h.0#1")
+
+
+# (outer, rows, inner) is how a row's elements lie apart: time first; time × rows; two copies × rows.
+LAYOUTS = {
+    "dim 1": (Layout(1, "slowest"), (5, 4, 6), 5),
+    "dim 2, rows × heads": (Layout(2, "slowest"), (5, 2, 4 * 3, 6), 10),
+    "rows fastest": (Layout(0, "fastest"), (5 * 4, 6), 5),
+    "rows fastest in dim 1": (Layout(1, "fastest"), (2, 5 * 4, 6), 10),
+}
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_masks_follow_the_rows_in_any_dim(case: str):
+    """Element e of logical row r is element r · (elements a row) + e of the stream, wherever the row lies."""
+    layout, shape, outer = LAYOUTS[case]
+    x = torch.ones(shape)
+    per_row = x.numel() // 4
+    with at(Position(9, 2, 3, 4, {"s": layout})):
+        keep = torch.ops.fourfold.dropout(x, 0.3, "s")[1]
+    lanes = torch.from_numpy(bits(9, "s", 2, 3 * per_row, x.numel()).astype(np.int32)).view(4, outer, -1)
+    rows = keep.view(outer, 4, -1)
+    for row in range(4):
+        assert torch.equal(rows[:, row], lanes[row] >= round(0.3 * 65536))
+
+
+def test_a_tensor_without_rows_has_one_mask_everywhere():
+    def mask(row: int, rows: int) -> Tensor:
+        with at(Position(9, 2, row, rows, {"s": Layout(0, "shared")})):
+            return torch.ops.fourfold.dropout(torch.ones(3, 50), 0.3, "s")[1]
+
+    assert torch.equal(mask(0, 4), mask(2, 2)) and torch.equal(mask(0, 4), mask(7, 1))
+
+
+def test_where_rows_cannot_be_told_every_part_draws_its_own():
+    def mask(row: int, rows: int) -> Tensor:
+        with at(Position(9, 2, row, rows, {"s": Layout(0, "apart")})):
+            return torch.ops.fourfold.dropout(torch.ones(3, 50), 0.3, "s")[1]
+
+    assert torch.equal(mask(0, 4), mask(0, 4))
+    assert not torch.equal(mask(0, 2), mask(2, 2))
+
+
+def test_a_dim_that_does_not_hold_the_rows_is_named():
+    with (
+        at(Position(1, 0, 0, 2, {"s": Layout(1, "slowest")})),
+        pytest.raises(RandomnessError, match=r"dim 1 of a tensor of shape \(4, 3\) does not hold whole rows"),
+    ):
+        dropout(torch.ones(4, 3), 0.5, "s")
 
 
 def test_the_op_needs_a_position():
@@ -381,9 +430,39 @@ def test_multihead_attention_and_encoder_layers_are_seen():
     assert torch.allclose(run(layer, x[2:], Position(1, 0, 2, 2)), whole[2:], rtol=0, atol=1e-14)
 
 
-def test_dropout_between_the_layers_of_an_lstm_is_refused():
-    lstm = nn.LSTM(4, 4, num_layers=2, dropout=0.5, batch_first=True).train()
-    with pytest.raises(RandomnessError, match="lstm draws the dropout between its layers"):
-        run(lstm, torch.randn(2, 3, 4), Position(1, 0, 0, 2), "encoder")
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("settings", [{}, {"bidirectional": True}, {"bias": False}, {"proj_size": 2}])
+def test_recurrent_layers_drop_out_between_them(kind: type, settings: dict):
+    if "proj_size" in settings and kind is not nn.LSTM:
+        settings = {}
+    torch.manual_seed(0)
+    layers = kind(4, 5, num_layers=3, batch_first=True, dtype=torch.float64, **settings).train()
+    x = torch.randn(4, 3, 4, dtype=torch.float64)
+
+    def flat(found) -> list[Tensor]:
+        out, state = found
+        return [out, *(state if isinstance(state, tuple) else (state,))]
+
+    plain = flat(layers(x))
+    layers.dropout = TINY
+    for mine, theirs in zip(flat(run(layers, x, Position(1, 0, 0, 4))), plain, strict=True):
+        assert torch.equal(mine, theirs), "layer by layer is what torch computes"
+    layers.dropout = 0.4
+    before = torch.get_rng_state()
+    whole = flat(run(layers, x, Position(1, 0, 0, 4)))
+    assert torch.equal(before, torch.get_rng_state())
+    assert not torch.allclose(whole[0], plain[0])
+    parts = [flat(run(layers, x[2 * half : 2 * half + 2], Position(1, 0, 2 * half, 2))) for half in range(2)]
+    assert torch.allclose(torch.cat([part[0] for part in parts]), whole[0], rtol=0, atol=1e-14)
+    for index in range(1, len(whole)):
+        state = torch.cat([part[index] for part in parts], 1)
+        assert torch.allclose(state, whole[index], rtol=0, atol=1e-14)
+
+
+def test_dropout_between_the_layers_of_an_lstm_on_packed_sequences_is_refused():
+    lstm = nn.LSTM(4, 4, num_layers=2, dropout=0.5).train()
+    packed = nn.utils.rnn.pack_sequence([torch.randn(3, 4), torch.randn(2, 4)])
+    with pytest.raises(RandomnessError, match=r"lstm drops out between its layers .* on packed sequences"):
+        run(lstm, packed, Position(1, 0, 0, 2), "encoder")  # type: ignore[arg-type]
     lstm.dropout = 0.0
-    assert run(lstm, torch.randn(2, 3, 4), Position(1, 0, 0, 2), "encoder")[0].shape == (2, 3, 4)
+    assert run(lstm, packed, Position(1, 0, 0, 2), "encoder")[0].data.shape == (5, 4)  # type: ignore[arg-type]

@@ -13,22 +13,52 @@ from torch import Tensor
 from fourfold.anatomy.blocks import Call, Calls
 from fourfold.randomness import Streams
 
+Shape = tuple[int, ...]
+
+
+class Move(NamedTuple):
+    """An operation that may put the rows of a batch in another order: "reshape", "cat" or "repeat".
+
+    `dim` is that of a cat; `operands` and `result` are shapes.
+    """
+
+    kind: str
+    operands: tuple[Shape, ...]
+    result: Shape
+    dim: int = 0
+
 
 class Seen(NamedTuple):
-    """A draw: in which module, when by the clock of the calls, for a tensor of which shape."""
+    """A draw.
+
+    Attributes:
+        module: that it is in.
+        clock: of the calls, at that time.
+        moved: how often rows had been moved by then.
+        shape: of the tensor that is dropped from.
+    """
 
     module: str
     clock: int
-    shape: tuple[int, ...]
+    moved: int
+    shape: Shape
 
 
 class Rehearsal(Streams):
-    """Stands where the streams stand in training: all that they would replace is replaced, and leaves values alone."""
+    """Stands where the streams stand in training: all that they would replace is replaced, and leaves values alone.
+
+    Attributes:
+        seen: the draws, in order.
+        moves: what moved rows, by module and ordinal in it, in order; a `Watch` notes them.
+        running: the function that the model's own code has called; None between calls.
+    """
 
     def __init__(self, calls: Calls) -> None:
         super().__init__("")
         self.calls = calls
         self.seen: list[Seen] = []
+        self.moves: dict[tuple[str, int], Move] = {}
+        self.running: Callable | None = None
 
     def draw(self, x: Tensor, p: float) -> Tensor:
         """Note the draw; a copy of `x`."""
@@ -36,9 +66,13 @@ class Rehearsal(Streams):
         return x.clone()
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            return self._attention(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)
+        outer, self.running = self.running, func
+        try:
+            if func is F.scaled_dot_product_attention:
+                return self._attention(*args, **(kwargs or {}))
+            return super().__torch_function__(func, types, args, kwargs)
+        finally:
+            self.running = outer
 
     def _attention(
         self,
@@ -61,7 +95,7 @@ class Rehearsal(Streams):
         return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, **settings)
 
     def _note(self, shape: Sequence[int]) -> None:
-        self.seen.append(Seen(self.calls.inside, self.calls.clock, tuple(shape)))
+        self.seen.append(Seen(self.calls.inside, self.calls.clock, len(self.moves), tuple(shape)))
 
 
 def sites(seen: list[Seen], done: list[Call], blocks: Collection[str]) -> dict[str, Seen]:

@@ -94,11 +94,7 @@ class Roles:
 
 
 class Tracer(TorchFunctionMode):
-    """Carries tags through one forward; `roles()` afterwards is what it found.
-
-    Attributes:
-        running: the name of the function that the model's own code has called; None between calls.
-    """
+    """Carries tags through one forward; `roles()` afterwards is what it found."""
 
     def __init__(self, model: nn.Module, calls: Calls, rehearsal: Rehearsal) -> None:
         """Nothing is found yet.
@@ -111,7 +107,6 @@ class Tracer(TorchFunctionMode):
         super().__init__()
         self.found = Roles()
         self.calls, self.rehearsal = calls, rehearsal
-        self.running: str | None = None
         self.names = own_names(model)
         self.norms = {path for path, module in model.named_modules() if _is_norm(module)}
         self.tags: dict[int, str | None] = {}
@@ -142,11 +137,7 @@ class Tracer(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         drawn = len(self.rehearsal.seen)
-        self.running = getattr(func, "__name__", None)
-        try:
-            result = func(*args, **kwargs)
-        finally:
-            self.running = None
+        result = func(*args, **kwargs)
         handler = _HANDLERS.get(func, _flow)
         handler(self, func, args, kwargs, result)
         for _ in self.rehearsal.seen[drawn:]:

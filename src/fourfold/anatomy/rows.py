@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.anatomy.blocks import Calls
-from fourfold.anatomy.rehearsal import Rehearsal, Seen, sites
+from fourfold.anatomy.rehearsal import Move, Rehearsal, Seen, Shape, sites
 from fourfold.anatomy.twin import Twin
-from fourfold.anatomy.watch import Move, Shape, Watch
+from fourfold.anatomy.watch import Watch
 from fourfold.randomness import Layout
 from fourfold.randomness.dropout import FIRST
 
@@ -37,9 +37,9 @@ class Forward(NamedTuple):
     moves: Mapping[tuple[str, int], Move]
 
     @classmethod
-    def of(cls, rows: int, calls: Calls, rehearsal: Rehearsal, watch: Watch, blocks: Collection[str]) -> Forward:
+    def of(cls, rows: int, rehearsal: Rehearsal, blocks: Collection[str]) -> Forward:
         """What was noted during a forward; `blocks` are the paths of the blocks."""
-        return cls(rows, sites(rehearsal.seen, calls.done, blocks), watch.moves)
+        return cls(rows, sites(rehearsal.seen, rehearsal.calls.done, blocks), rehearsal.moves)
 
 
 class Rows(NamedTuple):
@@ -104,16 +104,16 @@ def find(
     ):
         return compare(first, _foreseen(first))
     calls = Calls()
-    rehearsal, watch = Rehearsal(calls), Watch(calls)
+    rehearsal = Rehearsal(calls)
     batch = {name: _twice(tensor, first.rows) for name, tensor in attempt.batch.items()}
     try:
-        with torch.set_grad_enabled(grad), attempt.mode, calls.watching(attempt.model), watch, rehearsal:
+        with torch.set_grad_enabled(grad), attempt.mode, calls.watching(attempt.model), Watch(rehearsal), rehearsal:
             loss(attempt.model, batch)
     except Exception as error:  # it ran with fewer rows: whatever is wrong now is the model's own
         reason = (str(error).strip() or "no message").splitlines()[0]
         counts = f"the model runs with {_counted(first.rows)}, and fails with {_counted(2 * first.rows)}"
         return Rows({}, (f"dropout: where the rows lie cannot be told: {counts}: {type(error).__name__}: {reason}",))
-    return compare(first, Forward.of(2 * first.rows, calls, rehearsal, watch, blocks))
+    return compare(first, Forward.of(2 * first.rows, rehearsal, blocks))
 
 
 def _foreseen(first: Forward) -> Forward:
@@ -148,6 +148,7 @@ def compare(first: Forward, second: Forward) -> Rows:
         if one is None or two is None:
             layout, why = APART, "which dropouts run hangs on values or chance"
         else:
+            orders.learn(one.moved)
             layout, why = orders.layout(one.shape, two.shape)
         if layout != FIRST:
             layouts[site] = layout
@@ -157,15 +158,23 @@ def compare(first: Forward, second: Forward) -> Rows:
 
 
 class _Orders:
-    """The order inside the dims that hold rows and more, by the number of dims and the two sizes of the dim."""
+    """The order inside the dims that hold rows and more, by the number of dims and the two sizes of the dim.
+
+    What a forward does later does not matter to a dropout: it is asked for what was learnt until then.
+    """
 
     def __init__(self, first: Forward, second: Forward) -> None:
         self.rows = first.rows, second.rows
         self.known: dict[tuple[int, int, int], str] = {}
-        for place, one in first.moves.items():
-            two = second.moves.get(place)
+        self._moves = [(one, second.moves.get(place)) for place, one in first.moves.items()]
+        self._learnt = 0
+
+    def learn(self, moved: int) -> None:
+        """Take in the first forward's moves up to number `moved`."""
+        for one, two in self._moves[self._learnt : moved]:
             if two is not None and two.kind == one.kind and len(two.operands) == len(one.operands):
                 self._learn(one, two)
+        self._learnt = max(self._learnt, moved)
 
     def layout(self, one: Shape, two: Shape) -> tuple[Layout, str]:
         """How the rows lie in a tensor of these two shapes, and why that cannot be told ("" if it can)."""
@@ -212,13 +221,13 @@ class _Orders:
         step = held.inner * (held.share if order == SLOWEST else 1)
         return {made.share * made.inner: SLOWEST, made.inner: FASTEST}.get(step, MIXED)
 
-    def _joined(self, one: Move, two: Move, made: _Dim) -> str | None:
+    def _joined(self, first: Move, second: Move, made: _Dim) -> str | None:
         """A cat or repeat of rows along their dim: the copies are slower than the rows in each."""
-        pairs = list(zip(one.operands, two.operands, strict=True))
-        parts = [(*pair, held) for pair in pairs if (held := self._held(*pair)) is not None]
-        if not parts or (one.kind == "cat" and one.dim != made.dim):
+        pairs = list(zip(first.operands, second.operands, strict=True))
+        parts = [(one, two, held) for one, two in pairs if (held := self._held(one, two)) is not None]
+        if not parts or (first.kind == "cat" and first.dim != made.dim):
             return None
-        alone = all(held.share == 1 or self._order(*shapes, held) == FASTEST for *shapes, held in parts)
+        alone = all(held.share == 1 or self._order(one, two, held) == FASTEST for one, two, held in parts)
         if len(parts) == 1 and parts[0][2].share == made.share:
             return self._order(*parts[0])
         return FASTEST if alone else MIXED

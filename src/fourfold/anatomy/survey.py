@@ -156,7 +156,7 @@ def _run(attempt: Twin, loss: Loss, failures: tuple[str, ...], *, grad: bool) ->
     reads = _Reads(model, calls)
     rehearsal = Rehearsal(calls)
     tracer = Tracer(model, calls, rehearsal)
-    watch = Watch(calls, lambda: tracer.running)
+    watch = Watch(rehearsal)
     for module in model.modules():
         if type(module).forward is nn.SyncBatchNorm.forward:  # it would ask for a GPU, and for other ranks
             module.forward = partial(nn.BatchNorm2d.forward, module)  # type: ignore[arg-type]
@@ -169,7 +169,7 @@ def _run(attempt: Twin, loss: Loss, failures: tuple[str, ...], *, grad: bool) ->
     found = blocks(model, calls.done)
     before, after = _around(reads.times, found)
     paths = tuple(call.path for call in found)
-    rows = find(attempt, loss, Forward.of(rows_of(attempt.batch), calls, rehearsal, watch, paths), paths, grad=grad)
+    rows = find(attempt, loss, Forward.of(rows_of(attempt.batch), rehearsal, paths), paths, grad=grad)
     return Anatomy(
         blocks=paths,
         before=before,

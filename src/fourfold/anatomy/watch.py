@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fourfold.anatomy.blocks import Calls
+from fourfold.anatomy.rehearsal import Move, Rehearsal
 from fourfold.torch_private import dispatch_mode, leaves, storage_key
 
 aten = torch.ops.aten
@@ -23,7 +23,8 @@ RESHAPES = {
 }
 """They keep the elements in their logical order."""
 
-Shape = tuple[int, ...]
+MOVES = RESHAPES | {aten.cat.default, aten.repeat.default}
+"""They may put rows in another order, or what was in several dims in one."""
 
 
 class RandomCall(NamedTuple):
@@ -33,35 +34,13 @@ class RandomCall(NamedTuple):
     function: str
 
 
-class Move(NamedTuple):
-    """An operation that may put the rows of a batch in another order: "reshape", "cat" or "repeat".
-
-    `dim` is that of a cat; `operands` and `result` are shapes.
-    """
-
-    kind: str
-    operands: tuple[Shape, ...]
-    result: Shape
-    dim: int = 0
-
-
 class Watch(dispatch_mode()):
-    """Sees every operator of a forward.
+    """Sees every operator of a forward: keeps the random ones, and tells the rehearsal of those that move rows."""
 
-    Attributes:
-        moves: by module and ordinal in it.
-    """
-
-    def __init__(self, calls: Calls, running: Callable[[], str | None] = lambda: None) -> None:
-        """Nothing is seen yet.
-
-        Args:
-            calls: of the same forward.
-            running: the name of the function that the model's own code has called.
-        """
+    def __init__(self, rehearsal: Rehearsal) -> None:
+        """Nothing is seen yet; `rehearsal` is of the same forward."""
         super().__init__()
-        self.calls, self.running = calls, running
-        self.moves: dict[tuple[str, int], Move] = {}
+        self.calls, self.rehearsal = rehearsal.calls, rehearsal
         self._moved: Counter[str] = Counter()
         self._random: list[tuple[RandomCall, Any]] = []
         self._uniform: set[int] = set()
@@ -77,16 +56,16 @@ class Watch(dispatch_mode()):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
-            name = self.running() or func._schema.name.partition("::")[2]
+            name = getattr(self.rehearsal.running, "__name__", None) or func._schema.name.partition("::")[2]
             self._random.append((RandomCall(self.calls.inside, name), result))
             if func is aten.rand.default and result.dim() == 0:
                 self._uniform.add(_storage(result))
         elif func is aten.lt.Scalar and args[1] <= 0 and _storage(args[0]) in self._uniform:
             # One uniform number held against 0 decides nothing: a stock layer drop that is off.
             self._idle.add(_storage(args[0]))
-        elif func in RESHAPES or func in (aten.cat.default, aten.repeat.default):
+        elif func in MOVES and self.rehearsal.running is not F.linear:  # which flattens for itself, and undoes it
             module = self.calls.inside
-            self.moves[module, self._moved[module]] = _move(func, args, kwargs, result)
+            self.rehearsal.moves[module, self._moved[module]] = _move(func, args, kwargs, result)
             self._moved[module] += 1
         return result
 
@@ -106,9 +85,10 @@ def _storage(result: Any) -> int:
     return storage_key(next(value for value in leaves(result) if isinstance(value, Tensor)))
 
 
-def _move(func: Any, args: tuple, kwargs: dict[str, Any], result: Tensor) -> Move:
+def _move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Move:
     shape = tuple(result.shape)
     if func is aten.cat.default:
         dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
         return Move("cat", tuple(tuple(part.shape) for part in args[0]), shape, dim % result.dim())
-    return Move("repeat" if func is aten.repeat.default else "reshape", (tuple(args[0].shape),), shape)
+    (x, *_) = args
+    return Move("repeat" if func is aten.repeat.default else "reshape", (tuple(x.shape),), shape)

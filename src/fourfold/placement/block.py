@@ -50,6 +50,7 @@ class Block:
         *,
         recompute: str,
         random: bool,
+        torchs: bool,
         first: bool,
         last: bool,
     ):
@@ -61,12 +62,13 @@ class Block:
             unit: its weights.
             departures: told when backward has left the block.
             recompute: "none", "selective" or "full".
-            random: the block draws random numbers.
+            random: dropouts of the model draw from logical streams.
+            torchs: the model draws from torch's own generators, too; recomputation repeats these numbers.
             first: the first block of its unit in execution order: when backward leaves it, it leaves the unit.
             last: the last block of its unit: after its forward the unit's weights can go.
         """
         self.path, self.module, self.unit, self.departures = path, module, unit, departures
-        self.recompute, self.random, self.first, self.last = recompute, random, first, last
+        self.recompute, self.random, self.torchs, self.first, self.last = recompute, random, torchs, first, last
         self.neighbours = Neighbours(None, None)
         self.keep = False
         """The weights stay after forward: backward begins with this block."""
@@ -160,7 +162,11 @@ class Block:
         held = [*tensors((args, kwargs)), *buffers]
         before = [tensor._version for tensor in held]
         compute = partial(self._compute, randomness.current())
-        result = checkpoint(compute, args, kwargs, use_reentrant=False, preserve_rng_state=False)
+        # Torch stops computing again at the last tensor that backward wants, which for `F.rrelu` is its noise, not yet
+        # drawn: where random numbers are torch's own, everything is computed.
+        result = checkpoint(
+            compute, args, kwargs, use_reentrant=False, preserve_rng_state=self.torchs, early_stop=not self.torchs
+        )
         if any(tensor._version != version for tensor, version in zip(held, before, strict=True)):
             raise RecomputeError(
                 f"{self.path}: its forward changes an input or a buffer in place, and plan.placement.recompute: full "

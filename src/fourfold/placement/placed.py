@@ -86,7 +86,7 @@ class Placed:
             unit.ready()
         with ExitStack() as stack, reads_explained(self.options.shard):
             if position is not None and self.anatomy.dropouts:
-                stack.enter_context(randomness.at(position))
+                stack.enter_context(randomness.at(position._replace(layouts=self.anatomy.layouts)))
                 stack.enter_context(randomness.inside(self.model, ""))
             yield
         if not torch.is_grad_enabled():
@@ -270,6 +270,7 @@ def _wrap_blocks(placed: Placed, sorted_: list[Members]) -> None:
             placed.departures,
             recompute=placed.options.recompute,
             random=bool(placed.anatomy.dropouts),
+            torchs=bool(placed.anatomy.random_calls),
             first=first,
             last=last,
         )

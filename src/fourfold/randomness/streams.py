@@ -189,14 +189,33 @@ def _composite(streams: Streams, func: Callable, *args: Any, **kwargs: Any) -> A
 
 
 def _recurrent(streams: Streams, func: Callable, *args: Any) -> Any:
+    """`torch.lstm`, `gru`, `rnn_tanh`, `rnn_relu`: layer by layer, since the kernel of all draws between them inside.
+
+    The arguments are (input, state, weights, biases, layers, p, training, bidirectional, batch_first), or for packed
+    sequences (data, sizes of the batches, state, …, bidirectional).
+    """
     at = next(i for i, value in enumerate(args) if isinstance(value, float))
     p, training = args[at], args[at + 1]
-    if training and p > 0.0:
+    if not training or p == 0.0 or args[at - 1] == 1:
+        return func(*args)
+    if at == 6:
         raise RandomnessError(
-            f"{streams.prefix!r}: {func.__name__} draws the dropout between its layers (p = {p}) inside a kernel, so it"
-            " cannot follow logical rows; set its dropout to 0 and put an nn.Dropout between single layers"
+            f"{streams.prefix!r}: {func.__name__} drops out between its layers (p = {p}) on packed sequences, whose"
+            " rows lie among one another, so its masks cannot follow them; set its dropout to 0 and put an nn.Dropout"
+            " between single layers, or pad the sequences"
         )
-    return func(*args)
+    x, state, weights, biases, layers, *_, bidirectional, batch_first = args
+    states, last = (state if isinstance(state, tuple | list) else (state,)), []
+    ways = 2 if bidirectional else 1
+    for layer in range(layers):
+        if layer:
+            x = streams.draw(x, p)
+        mine = [one[layer * ways : (layer + 1) * ways] for one in states]
+        share = weights[layer * len(weights) // layers : (layer + 1) * len(weights) // layers]
+        begin = mine if isinstance(state, tuple | list) else mine[0]
+        x, *ends = func(x, begin, share, biases, 1, 0.0, training, bidirectional, batch_first)
+        last.append(ends)
+    return (x, *(torch.cat(ends) for ends in zip(*last, strict=True)))
 
 
 _REPLACEMENTS: dict[Callable, Callable] = {

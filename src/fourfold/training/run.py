@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -287,6 +288,9 @@ class Run:
 
     def _placed_by(self, example: dict[str, Tensor]) -> Step:
         anatomy = survey(self.model, self.loss, example)
+        if self.world.rank == 0:
+            for line in anatomy.inexact:
+                warnings.warn(f"not exact: {line}", stacklevel=2)
         events, codec = Events(), self.plan.replica_codec()
         weights = self._weights or values_of(self.model, self.mesh, self.seed)
         fill_buffers(self.model, self.seed)
