@@ -70,11 +70,19 @@ def lends() -> nn.Module:
     return disturbed(Lends().double())
 
 
+def hooked() -> nn.Module:
+    """A hook of a block runs when the block's weights have gone."""
+    model: Any = lends()
+    model.blocks[1].register_forward_hook(lambda block, args, result: result * block[0].bias)
+    return model
+
+
 WEIGHTS: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
     "penalty": (lambda: gpt(0.2), penalised),
     "penalty first": (lambda: gpt(0.2), penalised_first),
     "loss": (lambda: gpt(0.2), compared),
     "block": (lends, cross_entropy),
+    "hook": (hooked, cross_entropy),
 }
 
 

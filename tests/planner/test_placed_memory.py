@@ -47,10 +47,17 @@ def at_rest(run: Run) -> int:
     return sum(held.values())
 
 
-def body(world: Any, dropout: float, settings: dict[str, Any]) -> tuple[int, int]:
+def penalised(model: Any, batch: dict[str, torch.Tensor]) -> Any:
+    """The loss reads the weights of every block."""
+    total, count = cross_entropy(model, batch)
+    return total + count.float() * sum(weight.square().sum() for weight in model.parameters()), count
+
+
+def body(world: Any, dropout: float, settings: dict[str, Any], penalty: bool = False) -> tuple[int, int]:
     """(bytes at rest, peak above them) of a steady step."""
     model = GPT(dataclasses.replace(CONFIG, dropout=dropout))
-    run = parallelize(model, cross_entropy, OptimizerOptions(), Plan.of(settings), world=world)
+    loss = penalised if penalty else cross_entropy
+    run = parallelize(model, loss, OptimizerOptions(), Plan.of(settings), world=world)
     data = batch(ROWS)
     for _ in range(2):
         run.step(data)
@@ -60,13 +67,13 @@ def body(world: Any, dropout: float, settings: dict[str, Any]) -> tuple[int, int
 
 
 @functools.cache
-def traces(dropout: float) -> Traces:
+def traces(dropout: float, penalty: bool = False) -> Traces:
     config = dataclasses.replace(CONFIG, dropout=dropout)
-    return Traces(Subject(lambda: GPT(config), cross_entropy, batch(2), ROWS))
+    return Traces(Subject(lambda: GPT(config), penalised if penalty else cross_entropy, batch(2), ROWS))
 
 
-def compare(dropout: float, settings: dict[str, Any], measured: tuple[int, int]) -> None:
-    found = forecast(traces(dropout), CLUSTER, Plan.of(settings))
+def compare(dropout: float, settings: dict[str, Any], measured: tuple[int, int], penalty: bool = False) -> None:
+    found = forecast(traces(dropout, penalty), CLUSTER, Plan.of(settings))
     of_the_batch = sum(tensor.nbytes for tensor in batch(ROWS // found.plan.world).values())
     assert (found.peak - of_the_batch) / sum(measured) == pytest.approx(1, abs=0.05 if dropout else 0.01)
 
@@ -103,3 +110,9 @@ def test_dropout():
 )
 def test_two_ranks(gloo, settings):
     compare(0.0, settings, gloo(2, body, 0.0, settings)[0])
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_weights_that_the_loss_reads_stay_whole(gloo, recompute):
+    settings = {"placement": {"z": 2, "shard": "parameters", "recompute": recompute}}
+    compare(0.0, settings, gloo(2, body, 0.0, settings, True)[0], penalty=True)

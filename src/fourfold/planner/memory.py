@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from fourfold.ledger.ledger import MEMORY
 from fourfold.placement.layout import Layout
-from fourfold.planner.recorder import BACKWARD, FORWARD
+from fourfold.planner.recorder import AFTER, BACKWARD, FORWARD
 from fourfold.planner.tape import Segment, Tape
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS, WORKSPACE, OTHER = MEMORY
@@ -340,11 +340,12 @@ class Simulation:
         return unit is not None and self.job.parcels[unit].layout.parts == 1
 
     def _unit(self, place: int) -> int | None:
-        """The unit of a block, or of what lies before (first) or after (last) the blocks."""
+        """The unit of a block, or of what lies after (last) or before (first) the blocks; there lie also the weights of
+        a block that has no unit of its own."""
         if place in self.home:
             return self.home[place]
         outer = [number for number, parcel in enumerate(self.job.parcels) if parcel.outer]
-        return (outer[0] if place < 0 else outer[-1]) if outer else None
+        return (outer[-1] if place == AFTER else outer[0]) if outer else None
 
     def _send(self, nbytes: int) -> None:
         self.pending = nbytes

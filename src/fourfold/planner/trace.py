@@ -106,7 +106,9 @@ def record(subject: Subject, anatomy: Anatomy, inputs: Mapping[str, str], settin
     model = _built(subject, settings.real).train()
     weights = [[name, list(weight.shape), weight.requires_grad] for name, weight in model.named_parameters()]
     buffers = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
-    images = blocks.shorten(model, anatomy.blocks, inputs) if settings.short else blocks.all_of(anatomy.blocks)
+    # Who reads a block's weights outside of it (a penalty) would not find those of the blocks left out.
+    short = settings.short and not anatomy.read_outside
+    images = blocks.shorten(model, anatomy.blocks, inputs) if short else blocks.all_of(anatomy.blocks)
     recorder = Recorder()
     with nullcontext() if settings.real else _without_values():
         _replace_tensors(model, dtype, real=settings.real)
