@@ -226,3 +226,17 @@ def test_what_backward_needs_must_not_change_in_place() -> None:
     work = Work(Asides(Spoils, early=False).double(), steps=1, loss=with_asides)
     with pytest.raises(wire.RankFailed, match="modified by an inplace operation"):
         on_threads(work, plan_of("parameters", 2))
+
+
+def test_a_gradient_by_torch_func_inside_a_block_is_refused_with_a_way_out() -> None:
+    class Derives(Aside):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.func.grad(lambda y: torch.tanh(self.linear(y)).sum())(x)
+
+    torch.manual_seed(0)
+    work = Work(Asides(Derives, early=False).double(), steps=1)
+    with pytest.raises(wire.RankFailed, match="calls torch.func.grad .* shard: gradients"):
+        on_threads(work, plan_of("parameters", 2))
+    expected = serial(work)
+    for found in on_threads(work, plan_of("gradients", 2)):
+        assert_equal(found, expected)

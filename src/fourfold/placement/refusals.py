@@ -60,10 +60,17 @@ def reads_explained(shard: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         words = str(error)
+        if "saved tensor hooks" in words:
+            raise PlacementError(
+                f"a block calls torch.func.grad or its like, which torch does not allow where what backward needs is "
+                f"watched, as under plan.placement.shard: {shard}; shard: gradients keeps weights whole, and watches "
+                "nothing"
+            ) from error
         if "storage of size 0" not in words and "data is not allocated" not in words:
             raise
         raise PlacementError(
             f"a block's weight was read while it was freed (plan.placement.shard: {shard} gathers a block's weights "
-            "only for its own forward and backward). Does the model use a block's weight outside of it, keep a tensor "
-            "of its inside beside its result, or change a result in place? shard: gradients keeps weights whole"
+            "only for its own forward and backward), by a tensor that shares its memory. Does the model keep one "
+            "(weight.detach(), a view) from step to step, or use a block's weight outside of it in some steps only? "
+            "shard: gradients keeps weights whole"
         ) from error
