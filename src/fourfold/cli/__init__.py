@@ -10,6 +10,7 @@ QUIET = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # the profiler warns of memory that it did not see allocated
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TOKENIZERS_PARALLELISM": "true",  # unless it is set, it warns in the planner's forked processes, which use none
 }
 """What libraries say on a terminal unless their environment tells them not to; what a person has set stays."""
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fourfold.config import Config
 from fourfold.hardware import Cluster
 from fourfold.plan import Plan
 from fourfold.planner import Outlook, here, plan
-from fourfold.training.choice import default_workers
+from fourfold.training.choice import crowded, default_workers
 from fourfold.training.subject import subject
 
 
@@ -41,8 +41,8 @@ def outlook(config: Config) -> Planned:
     """
     given = Plan.of(config.plan) if isinstance(config.plan, dict) else None
     workers = given.world if given is not None else config.launch.workers
-    if config.hardware == "here":
-        cluster = here(workers or default_workers())
-    else:
-        cluster = Cluster.parse(config.hardware)
-    return Planned(plan(subject(config), cluster, given, world=workers))
+    if config.hardware != "here":
+        return Planned(plan(subject(config), Cluster.parse(config.hardware), given, world=workers))
+    count = workers or default_workers()
+    found = plan(subject(config), here(count), given, world=workers)
+    return Planned(replace(found, notes=(*found.notes, *crowded(count, config.launch.threads))))

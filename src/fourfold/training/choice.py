@@ -43,23 +43,56 @@ def choose(config: Config, workers: int | None = None) -> Choice:
         ChoiceError: the plan needs another number of workers than there are, or no plan fits.
         PlanError: the plan itself cannot be.
     """
-    wanted = workers or config.launch.workers
-    if isinstance(config.plan, dict):
-        plan = Plan.of(config.plan)
-        if wanted is not None and plan.world != wanted:
-            raise ChoiceError(
-                f"launch.workers: the plan ({plan}) needs {plan.world}, found {wanted}; "
-                f"set launch.workers={plan.world}, or change plan.placement.data and z"
-            )
-        return _given(config, plan)
-    return _planned(config, wanted or default_workers())
+    plan = given(config, workers)
+    if plan is not None:
+        found = _given(config, plan)
+    else:
+        found = _planned(config, workers or config.launch.workers or default_workers())
+    return replace(found, why=(*found.why, *crowded(found.plan.world, config.launch.threads)))
+
+
+def given(config: Config, workers: int | None = None) -> Plan | None:
+    """The plan that the configuration names; None where the planner is to choose.
+
+    Raises:
+        ChoiceError: the plan needs another number of workers than there are.
+        PlanError: the plan itself cannot be.
+    """
+    if not isinstance(config.plan, dict):
+        return None
+    plan, wanted = Plan.of(config.plan), workers or config.launch.workers
+    if wanted is not None and plan.world != wanted:
+        raise ChoiceError(
+            f"launch.workers: the plan ({plan}) needs {plan.world}, found {wanted}; "
+            f"set launch.workers={plan.world}, or change plan.placement.data and z"
+        )
+    return plan
 
 
 def default_workers() -> int:
     """One worker a GPU; without GPUs one a physical core, at most AUTO_WORKERS."""
     if torch.cuda.is_available():
         return torch.cuda.device_count()
-    return min(AUTO_WORKERS, psutil.cpu_count(logical=False) or 1)
+    return min(AUTO_WORKERS, cores())
+
+
+def cores() -> int:
+    """Physical cores of this machine."""
+    return psutil.cpu_count(logical=False) or 1
+
+
+def crowded(workers: int, threads: int) -> tuple[str, ...]:
+    """A line where workers of `threads` threads each have to share cores of this machine; nothing where they need not.
+
+    Their forecast knows that each has a part of a core, and not how long it waits for the others' turns.
+    """
+    if torch.cuda.is_available() or workers * threads <= cores():
+        return ()
+    many = f"{workers} worker{'s'[: workers > 1]}" + (f" of {threads} threads" if threads > 1 else "")
+    remedy = f"set launch.threads={max(1, cores() // workers)}"
+    if threads == 1:
+        remedy = f"a step takes longer than with {cores()} worker{'s'[: cores() > 1]}"
+    return (f"{many} on {cores()} core{'s'[: cores() > 1]}: they take turns, and wait for one another; {remedy}",)
 
 
 def _given(config: Config, plan: Plan) -> Choice:

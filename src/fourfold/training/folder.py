@@ -103,9 +103,7 @@ def create(config: Config) -> RunFolder:
     try:
         folder.path.mkdir(parents=True, exist_ok=False)
     except FileExistsError as error:
-        raise FolderError(
-            f"run.name: {folder.path} is taken; go on with it by --resume, or choose another run.name"
-        ) from error
+        raise _taken(folder) from error
     except OSError as error:
         raise FolderError(
             f"run.folder: cannot make {folder.path} ({error.strerror}); set run.folder to a place that can be written"
@@ -113,15 +111,19 @@ def create(config: Config) -> RunFolder:
     return folder
 
 
-def refuse_finished(config: Config) -> None:
-    """Look, before anything is planned or touched, whether a run that is to go on has steps left.
+def check(config: Config) -> None:
+    """Look, before anything is read or planned, whether a new run's name is free, or an old run has steps left.
 
     A run that was killed after its last step, while it evaluated, has not ended and may go on.
 
     Raises:
-        FolderError: it has ended at its last step or beyond; or it cannot be resumed, as `create` would say.
+        FolderError: it has ended at its last step or beyond; or it cannot be begun or resumed, as `create` would say.
+        CheckpointError: its newest checkpoint is damaged.
     """
     if not config.run.resume:
+        new = RunFolder(Path(config.run.folder) / (config.run.name or ""))
+        if config.run.name is not None and new.path.exists():
+            raise _taken(new)
         return
     folder = _resumed(config, Path(config.run.folder))
     newest = checkpoint.latest(folder.checkpoints)
@@ -183,6 +185,10 @@ def write_text(path: Path, text: str) -> None:
     except OSError as error:
         aside.unlink(missing_ok=True) if path.parent.is_dir() else None
         raise FolderError(f"cannot write {path} ({error.strerror}); free some space or set run.folder") from error
+
+
+def _taken(folder: RunFolder) -> FolderError:
+    return FolderError(f"run.name: {folder.path} is taken; go on with it by --resume, or choose another run.name")
 
 
 def _name(config: Config, at: float) -> str:

@@ -15,7 +15,7 @@ from fourfold.ledger import Ledger
 from fourfold.plan import Plan
 from fourfold.training import changes, checkpoint, failure, folder, subject
 from fourfold.training.agent import Agent
-from fourfold.training.choice import Choice, choose
+from fourfold.training.choice import Choice, choose, given
 from fourfold.training.data import Prepared, prepare
 from fourfold.training.folder import RunFolder
 from fourfold.training.lock import locked
@@ -47,12 +47,27 @@ def train(loaded: Loaded) -> TrainOutcome:
     config = loaded.config
     if "RANK" in os.environ:
         return _joined(config)
-    folder.refuse_finished(config)
+    folder.check(config)
+    data = _data(config)
     with busy("looking at plans"):
         choice = choose(config)
     with ExitStack() as held:
-        place = _begin(config, choice, held)
+        place = _begin(config, choice, data, held)
         return _trained(place, choice)
+
+
+def _data(config: Config, workers: int | None = None) -> Prepared:
+    """The data: read once the settings are known to be good, and before plans are looked at; what is quick comes first.
+
+    Args:
+        workers: how many there are already; None: as many as are wanted.
+    """
+    given(config, workers)
+    subject.builder(config)
+    with busy("preparing the text"):
+        return prepare(
+            config.data, rows=config.train.batch, seed=config.seed, tokenizer_file=subject.tokenizer_file(config)
+        )
 
 
 def _trained(place: RunFolder, choice: Choice) -> TrainOutcome:
@@ -69,17 +84,13 @@ def _trained(place: RunFolder, choice: Choice) -> TrainOutcome:
             one.close()
 
 
-def _begin(config: Config, choice: Choice, held: ExitStack) -> RunFolder:
-    """Check the data, make the folder, and write down what will be run; nothing is written before the data is good.
+def _begin(config: Config, choice: Choice, data: Prepared, held: ExitStack) -> RunFolder:
+    """Make the folder, and write down what will be run.
 
     Args:
         held: the folder is locked until this is closed.
     """
     say(choice.why)
-    with busy("preparing the text"):
-        data = prepare(
-            config.data, rows=config.train.batch, seed=config.seed, tokenizer_file=subject.tokenizer_file(config)
-        )
     place = folder.create(config)
     held.enter_context(locked(place.path))
     say([_amount(data, config), f"run: {place.path}"])
@@ -228,8 +239,10 @@ def _first_decides(config: Config, held: ExitStack) -> Path:
             run = config.run.model_copy(update={"resume": True, "name": earlier.path.name})
             config = config.model_copy(update={"run": run})
     else:
-        folder.refuse_finished(config)
-    return _begin(config, choose(config, workers=int(os.environ["WORLD_SIZE"])), held).path
+        folder.check(config)
+    workers = int(os.environ["WORLD_SIZE"])
+    data = _data(config, workers)
+    return _begin(config, choose(config, workers), data, held).path
 
 
 def _plan_of(config: Config) -> Plan:

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 from fourfold.config import Config, Loaded, load, resolved
-from fourfold.training import checkpoint
+from fourfold.training import checkpoint, launch
 from fourfold.training.choice import ChoiceError
 from fourfold.training.data import CorpusError, synthetic
 from fourfold.training.folder import FolderError, RunFolder
 from fourfold.training.journal import read
 from fourfold.training.launch import train
 from fourfold.training.process import living
+from fourfold.training.subject import SubjectError
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +165,61 @@ def test_what_can_be_checked_before_the_launch_is_checked_there(tmp_path, tokens
     with pytest.raises(CorpusError, match="matches no file"):
         train(loaded(tmp_path, tokens, data=empty, model={"context": 128}))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def unplanned(monkeypatch):
+    """Looking at plans takes seconds: here it is an error."""
+
+    def choose(*_, **__):
+        raise AssertionError("plans were looked at")
+
+    monkeypatch.setattr(launch, "choose", choose)
+
+
+@pytest.fixture
+def unread(monkeypatch):
+    """Reading and tokenizing the text takes seconds: here it is an error."""
+
+    def prepare(*_, **__):
+        raise AssertionError("the text was read")
+
+    monkeypatch.setattr(launch, "prepare", prepare)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"caf\xe9 " * 100, r"own\.txt: expected UTF-8 text, found the byte 0xe9 at offset 3"),
+        (b"", "the corpus is empty"),
+        (b"seven", r"the training part has \d tokens, fewer than the 9 of one window"),
+    ],
+    ids=["latin-1", "empty", "short"],
+)
+def test_a_text_that_cannot_be_trained_on_is_refused_before_plans_are_looked_at(
+    text, words, tmp_path, tokens, unplanned
+):
+    own = tmp_path / "own.txt"
+    own.write_bytes(text)
+    data = {"name": "text", "files": [str(own)], "sequence": 8, "vocabulary": 300, "cache": str(tmp_path / "cache")}
+    with pytest.raises(CorpusError, match=words):
+        train(loaded(tmp_path / "runs", tokens, data={**data, "held_out": 0.0}))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_settings_are_checked_before_the_text_is_read(tmp_path, tokens, unread, unplanned):
+    with pytest.raises(FolderError, match="no run at"):
+        train(loaded(tmp_path, tokens, run={"name": "none", "resume": True}))
+    with pytest.raises(FolderError, match="no run in"):
+        train(loaded(tmp_path, tokens, run={"resume": True}))
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(FolderError, match="mine is taken"):
+        train(loaded(tmp_path, tokens, run={"name": "mine"}))
+    with pytest.raises(ChoiceError, match="needs 2, found 3"):
+        train(loaded(tmp_path, tokens, launch={"workers": 3}))
+    small = {"name": "hf_causal_lm", "config": {"model_type": "gpt2", "vocab_size": 100}}
+    with pytest.raises(SubjectError, match="at most the model's 100 tokens, found 300"):
+        train(loaded(tmp_path, tokens, model=small, data={"name": "stdlib", "vocabulary": 300}))
 
 
 def test_the_planner_chooses_where_the_plan_is_auto(tmp_path, tokens, capsys):

@@ -1,0 +1,54 @@
+"""Workers that must share cores: a line says so, in `train` and in `plan`, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fourfold.cli import main
+from fourfold.config import Config
+from fourfold.training import choice
+from fourfold.training.choice import choose, crowded
+
+CONFIG = "model: {layers: 1, width: 16, heads: 2, context: 8}\ndata: {name: stdlib, sequence: 8, vocabulary: 300}\n"
+LINE = "4 workers on 2 cores: they take turns, and wait for one another; a step takes longer than with 2 workers"
+
+
+@pytest.fixture(autouse=True)
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "cores", lambda: 2)
+
+
+@pytest.mark.parametrize(
+    ("workers", "threads", "lines"),
+    [
+        (1, 1, ()),
+        (2, 1, ()),
+        (1, 2, ()),
+        (4, 1, (LINE,)),
+        (2, 3, ("2 workers of 3 threads on 2 cores: they take turns, and wait for one another; set launch.threads=1",)),
+        (1, 4, ("1 worker of 4 threads on 2 cores: they take turns, and wait for one another; set launch.threads=2",)),
+    ],
+)
+def test_a_line_says_how_many_share_how_many_cores(workers: int, threads: int, lines: tuple[str, ...]) -> None:
+    assert crowded(workers, threads) == lines
+
+
+@pytest.mark.parametrize("plan", ["auto", {"placement": {"data": 4}}])
+def test_train_says_so_beside_the_plan(plan: object) -> None:
+    settings = {"model": {"layers": 1, "width": 16, "heads": 2, "context": 8}, "data": {"sequence": 8}}
+    config = Config.model_validate(settings | {"plan": plan, "launch": {"workers": 4}})
+    assert LINE in choose(config).why
+
+
+def test_plan_says_so_below_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.yaml").write_text(CONFIG + "plan: {placement: {data: 4}}\n")
+    for more in ([], ["--json"]):
+        assert main(["plan", str(tmp_path / "a.yaml"), *more]) == 0
+        said = capsys.readouterr().out
+        found = json.loads(said)["notes"] if more else " ".join(said.split())
+        assert LINE in found
+    assert main(["plan", str(tmp_path / "a.yaml"), "hardware=4x rtx4090"]) == 0
+    assert "take turns" not in capsys.readouterr().out
