@@ -54,7 +54,10 @@ def penalised(model: Any, batch: dict[str, torch.Tensor]) -> Any:
 
 
 def body(world: Any, dropout: float, settings: dict[str, Any], penalty: bool = False) -> tuple[int, int]:
-    """(bytes at rest, peak above them) of a steady step."""
+    """(bytes at rest, peak above them) of a steady step.
+
+    The least of three steps: where a machine is busy, gloo's threads may let go of a message later than its waiter.
+    """
     model = GPT(dataclasses.replace(CONFIG, dropout=dropout))
     loss = penalised if penalty else cross_entropy
     run = parallelize(model, loss, OptimizerOptions(), Plan.of(settings), world=world)
@@ -62,7 +65,7 @@ def body(world: Any, dropout: float, settings: dict[str, Any], penalty: bool = F
     for _ in range(2):
         run.step(data)
     gc.collect()
-    peak = measured_peak(lambda: run.step(data)).peak
+    peak = min(measured_peak(lambda: run.step(data)).peak for _ in range(3))
     return at_rest(run), peak
 
 
