@@ -246,3 +246,28 @@ def test_a_forward_that_never_runs_names_each_attempt():
 
     with pytest.raises(AnatomyError, match=r"Broken.*meta: RuntimeError: no such road.*fake.*real"):
         survey(Broken(4, 4), total, {"x": torch.zeros(2, 4)})
+
+
+def test_a_loss_that_takes_gradients_itself():
+    """Without a graph it could not run; the survey notices, and makes one."""
+
+    def penalised(model: nn.Module, batch) -> tuple[Tensor, int]:
+        x = batch["x"].requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        return gradient.square().sum(), 1
+
+    def backward(model: nn.Module, batch) -> tuple[Tensor, int]:
+        model(batch["x"]).sum().backward()
+        return total(model, batch)
+
+    def hooked(model: nn.Module, batch) -> tuple[Tensor, int]:
+        y = model(batch["x"])
+        y.register_hook(lambda gradient: gradient)
+        return y.sum(), 1
+
+    model = composite()
+    for loss in (penalised, backward, hooked):
+        anatomy = survey(model, loss, {"x": torch.zeros(2, 4)})
+        assert anatomy.traced == "meta" and anatomy.failures == ()
+        assert set(anatomy.order) == {name for name, _ in model.named_parameters()}
+    assert all(parameter.grad is None for parameter in model.parameters())

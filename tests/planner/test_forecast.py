@@ -175,3 +175,14 @@ def test_here_reads_what_doctor_measured_and_shares_cores(tmp_path, monkeypatch)
     shared = here(4)
     assert shared.world == 4
     assert shared.device.flops["fp32"] == machine(2).device.flops["fp32"] / 2
+
+
+def test_random_numbers_that_no_plan_makes_equal_are_noted():
+    class Noisy(GPT):
+        def forward(self, tokens):
+            logits = super().forward(tokens)
+            return logits + torch.rand_like(logits)
+
+    subject = Subject(lambda: Noisy(CONFIG), cross_entropy, {"tokens": TOKENS["tokens"][:2]}, ROWS, tokens_per_row=16)
+    (line,) = plan(subject, machine(), Plan()).notes
+    assert line.startswith("not exact: the model calls rand_like, which draws from torch's own generator")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fourfold import wire
 from fourfold.anatomy import survey
 from fourfold.training.run import parallelize
+from fourfold.wire.errors import RankFailed
 from plain import SGD, VOCABULARY, Work, assert_equal, disturbed, on_threads, rank, serial
 
 WIDTH = 12
@@ -204,7 +205,12 @@ def smooth() -> Net:
 
 
 @pytest.mark.parametrize(
-    "placement", [{"data": 2}, {"z": 3, "shard": "optimizer"}, {"z": 2, "shard": "gradients", "recompute": "full"}]
+    "placement",
+    [
+        {"data": 2},
+        {"z": 3, "shard": "optimizer"},
+        {"z": 2, "shard": "gradients", "recompute": "full"},
+    ],
 )
 def test_a_loss_that_takes_gradients_itself(placement: dict[str, Any]) -> None:
     torch.manual_seed(0)
@@ -212,3 +218,29 @@ def test_a_loss_that_takes_gradients_itself(placement: dict[str, Any]) -> None:
     expected = serial(work)
     for found in on_threads(work, {"placement": {"precision": "fp64", **placement}}):
         assert_equal(found, expected)
+
+
+def test_a_loss_that_takes_gradients_itself_gathers_weights_once_more() -> None:
+    """The numbers are those of one process; the bytes are more than the forecast, which knows one backward."""
+    torch.manual_seed(0)
+    work = Work(disturbed(smooth().double()), loss=penalised, steps=3)
+    expected = serial(work)
+    for found in on_threads(work, {"placement": {"precision": "fp64", "z": 2, "shard": "parameters"}}):
+        more = {flow: traffic for flow, traffic in found.measured.items() if traffic != found.predicted[flow]}
+        assert [(flow.axis, flow.kind) for flow in more] == [("z", "weight")]
+        found.measured = found.predicted
+        assert_equal(found, expected)
+
+
+def test_a_loss_that_takes_gradients_itself_is_refused_where_weights_come_and_go() -> None:
+    torch.manual_seed(0)
+
+    def to_inputs(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+        x = model.table(batch["tokens"]).detach().requires_grad_()  # type: ignore[operator]
+        logits = model.head(model.body(model, x))  # type: ignore[operator]
+        (gradient,) = torch.autograd.grad(logits.square().sum(), x, create_graph=True)
+        return gradient.square().sum(), 1
+
+    work = Work(disturbed(smooth().double()), loss=to_inputs, steps=1)
+    with pytest.raises(RankFailed, match=r"torch.autograd.grad, .*shard: parameters .*shard: gradients keeps"):
+        on_threads(work, {"placement": {"precision": "fp64", "z": 2, "shard": "parameters"}})

@@ -72,6 +72,28 @@ def test_one_rank_is_not_called_ranks():
     assert "1 step on 1 rank (threads)" in verdict(case({}, steps=1)).text()
 
 
+class Noisy(gpt.GPT):
+    """Numbers of torch's own after the blocks."""
+
+    def forward(self, tokens):
+        logits = super().forward(tokens)
+        return logits * (1 + 0.1 * torch.rand_like(logits))
+
+
+def test_random_numbers_that_are_torchs_own_are_said():
+    plain = case({"data": 2}, steps=1)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Noisy(SHAPE).double()
+    noisy = dataclasses.replace(plain, model=lambda: (copy.deepcopy(model), None), plain=lambda: copy.deepcopy(model))
+    with pytest.warns(UserWarning, match="not exact: the model calls rand_like"):
+        found = verdict(noisy)
+    line = "the model calls rand_like, which draws from torch's own generator"
+    assert not found.ok and line in found.text() and "see what is not exact above" in found.text()
+    plainly = found.to_dict()
+    assert plainly["exact"] is False and plainly["inexact"][0].startswith(line)
+
+
 def test_adam_with_infinity_norm():
     options = OptimizerOptions(lr=1e-2, clip=0.01, clip_norm=float("inf"), warmup=2, decay="cosine", steps=3)
     assert verdict(case({"z": 3, "shard": "parameters"}, steps=3, options=options)).ok

@@ -88,7 +88,6 @@ def _storage(result: Any) -> int:
 def _move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Move:
     shape = tuple(result.shape)
     if func is aten.cat.default:
-        dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-        return Move("cat", tuple(tuple(part.shape) for part in args[0]), shape, dim % result.dim())
-    (x, *_) = args
-    return Move("repeat" if func is aten.repeat.default else "reshape", (tuple(x.shape),), shape)
+        parts, dim = args if len(args) == 2 else (args[0], kwargs.get("dim", 0))
+        return Move("cat", tuple(tuple(part.shape) for part in parts), shape, dim % result.dim())
+    return Move("repeat" if func is aten.repeat.default else "reshape", (tuple(args[0].shape),), shape)

@@ -55,11 +55,17 @@ def _refuse_statistics(model: nn.Module, anatomy: Anatomy, ranks: int) -> None:
 
 @contextmanager
 def reads_explained(shard: str) -> Iterator[None]:
-    """Torch's words for a weight that was read while it was freed, in ours."""
+    """Torch's words for what cannot be while weights come and go, in ours."""
     try:
         yield
     except RuntimeError as error:
         words = str(error)
+        if "currently running autograd.grad()" in words:
+            raise PlacementError(
+                f"the model or its loss calls torch.autograd.grad, and under plan.placement.shard: {shard} a block's "
+                "weights leave when a whole backward leaves the block, which a gradient of its own inside the forward "
+                "is not; shard: gradients keeps weights whole, and takes such a loss"
+            ) from error
         if "saved tensor hooks" in words:
             raise PlacementError(
                 f"a block calls torch.func.grad or its like, which torch does not allow where what backward needs is "

@@ -146,6 +146,7 @@ class Verdict:
     def _head(self) -> list[str]:
         bounded = "; ".join(self.plan.inexact) or "computes in bf16: a gradient is rounded where it is made"
         kind = "exact: equals serial up to the order of sums" if self.exact else bounded
+        kind += ", but for the random numbers of the model below" if self.inexact else ""
         return [
             f"plan       {self.plan}",
             f"promise    {kind}",
@@ -183,6 +184,7 @@ class Verdict:
 
     def _conclusion(self) -> list[str]:
         lines = []
+        seen = "see what is not exact above" if self.inexact else ""
         if not self.agree:
             lines.append("ranks hold different weights: replicas have drifted apart")
         if not self.bytes_equal:
@@ -190,13 +192,13 @@ class Verdict:
         if not self.decided:
             lines.append(
                 f"not decided: plain PyTorch itself differs by {self.rounding:.1e} when the rows are cut; "
-                "does the model mix rows by other means than batch norm, or is its loss ill-conditioned?"
+                + (seen or "does the model mix rows by other means than batch norm, or is its loss ill-conditioned?")
             )
         elif not self.near:
             what = "an exact plan differs" if self.exact else "beyond its bound"
             lines.append(
                 f"NOT EQUAL TO SERIAL: {what}: {self.worst}, allowed {self.allowed:.1e}; "
-                + ("see what is not exact above" if self.inexact else "if the model mixes rows, that is why")
+                + (seen or "if the model mixes rows, that is why")
             )
         elif self.exact:
             lines.append(f"equal to serial: worst difference {self.worst}, allowed {self.allowed:.1e}")
