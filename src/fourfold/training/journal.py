@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 Record = dict[str, Any]
 
@@ -45,46 +45,70 @@ def read(path: Path) -> list[Record]:
     return list(_records(path.read_text(encoding="utf-8"))) if path.exists() else []
 
 
-def truncate(path: Path, step: int) -> None:
-    """Drop what was recorded after `step` steps: a run resumed there takes those steps again."""
+def truncate(path: Path, step: int, source: str | None) -> None:
+    """Drop what was recorded after `step` steps: a run resumed there takes those steps again.
+
+    The `resume` record comes with the cut, at once: whoever reads along knows by it where the new records begin.
+
+    Args:
+        path: of the journal.
+        step: at which the run goes on.
+        source: the checkpoint that it goes on from; None where it begins again.
+    """
     kept = [record for record in read(path) if record["step"] <= step and record["kind"] != "end"]
+    kept.append({"kind": "resume", "step": step, "path": source})
     aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     aside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
     aside.replace(path)
 
 
 class Follower:
-    """The reading end of a journal that another process writes and may truncate."""
+    """The reading end of a journal that another process writes and may truncate.
+
+    It keeps the file open: as long as it is, no other file can have its identity, by which a truncation is known.
+    """
 
     def __init__(self, path: Path, *, old: bool = False) -> None:
         """Follow from now on, or with `old` from the beginning. The file need not exist yet."""
         self._path = path
-        self._offset, self._inode = 0, 0
+        self._offset = 0
+        self._file: BinaryIO | None = None
         if not old and path.exists():
-            state = path.stat()
-            self._offset, self._inode = state.st_size, state.st_ino
+            self._file = path.open("rb")
+            self._offset = os.fstat(self._file.fileno()).st_size
 
     def poll(self) -> list[Record]:
-        """The whole lines that are new. After a truncation: those from the `resume` record on."""
-        if not self._path.exists():
+        """The whole lines that are new. After a truncation: those from the `resume` record on, which comes with it."""
+        cut = self._turn()
+        if self._file is None:
             return []
-        with self._path.open("rb") as file:
-            inode = os.fstat(file.fileno()).st_ino
-            replaced = self._inode not in (0, inode)
-            file.seek(0 if replaced else self._offset)
-            content = file.read()
-        if replaced and not content:
-            return []
+        self._file.seek(self._offset)
+        content = self._file.read()
         whole = content[: content.rfind(b"\n") + 1]
+        self._offset += len(whole)
         records = list(_records(whole.decode("utf-8")))
-        if replaced:
-            resumed = [index for index, record in enumerate(records) if record["kind"] == "resume"]
-            if not resumed:
-                return []  # truncated, and the resuming process has not written yet
-            records = records[resumed[-1] :]
-            self._offset = 0
-        self._inode, self._offset = inode, self._offset + len(whole)
-        return records
+        first = max((at for at, record in enumerate(records) if record["kind"] == "resume"), default=0) if cut else 0
+        return records[first:]
+
+    def close(self) -> None:
+        """Nothing is read any more."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _turn(self) -> bool:
+        """Turn to the file that bears the journal's name now; whether it is another one than before."""
+        try:
+            named = self._path.open("rb")
+        except FileNotFoundError:
+            return False
+        if self._file is not None and os.path.sameopenfile(self._file.fileno(), named.fileno()):
+            named.close()
+            return False
+        cut = self._file is not None
+        self.close()
+        self._file, self._offset = named, 0
+        return cut
 
 
 def _records(text: str) -> Iterator[Record]:

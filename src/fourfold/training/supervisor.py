@@ -89,6 +89,7 @@ class Supervisor:
                 self._end(living(self._ranks))
                 raise
         self._show()
+        self._follower.close()
         self._conclude_groups()
         return self.agent.ok
 

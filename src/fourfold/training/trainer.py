@@ -262,10 +262,6 @@ def resume(run: Run, folder: RunFolder) -> str | None:
 
 def open_journal(folder: RunFolder, step: int, path: str | None) -> Journal:
     """The first rank's journal: new, or cut back to the step that is resumed."""
-    again = folder.journal.exists()
-    if again:
-        truncate(folder.journal, step)
-    journal = Journal(folder.journal)
-    if again:
-        journal.write("resume", step, path=path)
-    return journal
+    if folder.journal.exists():
+        truncate(folder.journal, step, path)
+    return Journal(folder.journal)

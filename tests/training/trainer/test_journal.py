@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from fourfold.training.journal import Follower, Journal, read, truncate
 
 
@@ -27,9 +29,12 @@ def test_resuming_cuts_back_to_the_step_and_goes_on(tmp_path):
     path = tmp_path / "journal.jsonl"
     written(path, range(1, 8))
     Journal(path).write("end", 7)
-    truncate(path, 4)
+    truncate(path, 4, "step-00000004")
     written(path, range(5, 7))
-    assert [record["step"] for record in read(path)] == [1, 2, 3, 4, 5, 6]
+    assert [record["step"] for record in read(path) if record["kind"] == "step"] == [1, 2, 3, 4, 5, 6]
+    assert [record for record in read(path) if record["kind"] != "step"] == [
+        {"kind": "resume", "step": 4, "path": "step-00000004"}
+    ]
 
 
 def test_a_torn_last_line_is_left_out(tmp_path):
@@ -38,8 +43,8 @@ def test_a_torn_last_line_is_left_out(tmp_path):
     with path.open("a") as file:
         file.write('{"kind": "step", "st')
     assert [record["step"] for record in read(path)] == [1, 2]
-    truncate(path, 9)
-    assert path.read_text().count("\n") == 2
+    truncate(path, 9, None)
+    assert path.read_text().count("\n") == 3
     assert read(tmp_path / "none.jsonl") == []
 
 
@@ -63,13 +68,27 @@ def test_a_follower_survives_a_truncation_and_repeats_nothing(tmp_path):
     written(path, range(1, 6))
     follower = Follower(path, old=True)
     assert len(follower.poll()) == 5
-    truncate(path, 3)
-    assert follower.poll() == []
-    Journal(path).write("resume", 3, path=None)
+    truncate(path, 3, None)
     written(path, [4])
     assert [(record["kind"], record["step"]) for record in follower.poll()] == [("resume", 3), ("step", 4)]
     written(path, [5])
     assert [record["step"] for record in follower.poll()] == [5]
+
+
+@pytest.mark.parametrize("seen", [False, True], ids=["unseen", "seen"])
+def test_a_follower_shows_no_old_record_after_a_second_truncation(tmp_path, seen):
+    """The `resume` of the first restart is older than the second cut: it begins nothing new."""
+    path = tmp_path / "journal.jsonl"
+    written(path, range(1, 6))
+    follower = Follower(path, old=True)
+    assert len(follower.poll()) == 5
+    truncate(path, 3, None)
+    written(path, [4, 5])
+    if seen:
+        assert [record["step"] for record in follower.poll()] == [3, 4, 5]
+    truncate(path, 4, None)
+    written(path, [5])
+    assert [(record["kind"], record["step"]) for record in follower.poll()] == [("resume", 4), ("step", 5)]
 
 
 def test_a_follower_of_a_resumed_run_starts_at_its_end(tmp_path):
