@@ -318,6 +318,27 @@ def test_narrow_types_take_statistics_in_float32(dtype: torch.dtype, tolerance: 
     assert torch.allclose(summed.double(), plain.weight.grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_plan_in_bf16(ranks: int) -> None:
+    """Weights and inputs in bf16 where the machine computes in it, statistics in float32; evaluation too."""
+    work = Work(resnet(torch.float32), dtype=torch.float32)
+
+    def loss(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+        images = batch["images"].to(model.head.weight.dtype)
+        return classified(lambda _: model(images).float(), batch)  # type: ignore[arg-type]
+
+    def body(world: wire.World) -> list[float]:
+        plan = {"placement": {"data": ranks, "precision": "bf16"}}
+        run = parallelize(copy.deepcopy(work.model), loss, OPTIONS, plan, world=world)
+        losses = [run.step(work.batch(step)).loss for step in range(2)]
+        assert all(buffer.dtype in (torch.float32, torch.int64) for buffer in run.model.buffers())
+        return [*losses, run.evaluate([batch_of(work.batch(9))])]
+
+    plain = parallelize(copy.deepcopy(work.model), classified, OPTIONS, world=wire.join())
+    expected = [plain.step(work.batch(step)).loss for step in range(2)] + [plain.evaluate([batch_of(work.batch(9))])]
+    assert wire.threads.launch(ranks, body)[0] == pytest.approx(expected, rel=0.05)
+
+
 def test_a_compiled_layer_has_no_break_and_the_same_numbers() -> None:
     def body(world: wire.World, compiled: bool) -> Any:
         torch.manual_seed(4)

@@ -127,6 +127,8 @@ class _Replaced(TorchFunctionMode):
     ) -> Tensor:
         """`F.batch_norm`."""
         if not training:
+            if running_mean is not None and input.itemsize < 4:  # torch wants the weights in the statistics' type
+                weight, bias = (None if one is None else one.to(running_mean.dtype) for one in (weight, bias))
             return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
         scope = self.scope
         result, mean, variance, shares = _Normalise.apply(input, weight, bias, eps, scope.axis.key, scope.counts)

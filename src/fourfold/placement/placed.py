@@ -58,7 +58,8 @@ class Placed:
         self._outer: list[Unit] = []
         self._inner: list[Unit] = []
         self.statistics: batch_norm.Scope | None = None
-        if options.world > 1 or options.recompute == "full":
+        narrow = units[0].arena.precision.compute.itemsize < 4  # torch's own wants weights in float32 then
+        if options.world > 1 or options.recompute == "full" or narrow:
             self.statistics = batch_norm.synchronise(model, self._scope)
 
     # ---- a step
