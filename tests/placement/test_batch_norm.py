@@ -183,6 +183,16 @@ def test_computed_twice_it_moves_its_running_statistics_once(placement: dict[str
         assert_equal(found, expected)
 
 
+def test_a_frozen_block_that_backward_does_not_reach_is_not_computed_twice() -> None:
+    model = resnet()
+    for frozen in (model.normal, model.stem, model.blocks[0]):
+        frozen.requires_grad_(False)
+    work = Work(model, steps=2)
+    expected = serial(work)
+    for found in on_threads(work, {"data": 2, "recompute": "full"}):
+        assert_equal(found, expected)
+
+
 @pytest.mark.parametrize("rows", [2, 3])
 def test_rows_that_do_not_count_enter_no_statistics(rows: int) -> None:
     """Fewer rows than ranks: the others compute one that must not be seen, neither in forward nor in backward."""

@@ -136,7 +136,8 @@ class Placed:
             norms = [norm for norm in self.anatomy.batch_norms if batch_norm.takes_statistics(modules[norm.module])]
             twice = self.anatomy.blocks if self.options.recompute == "full" else ()
             axis = self.statistics.axis
-            sent = traffic.exchanges(norms, axis.size, recomputed=twice)
+            trained = [name for name, weight in self.model.named_parameters() if weight.requires_grad]
+            sent = traffic.exchanges(norms, axis.size, recomputed=twice, trained=trained)
             traffic.statistics(sent, axis, microbatches=microbatches, ledger=ledger)
 
     def _scope(self) -> batch_norm.Scope:

@@ -89,19 +89,29 @@ class Exchange(NamedTuple):
     calls: int
 
 
-def exchanges(norms: Sequence[BatchNorm], ranks: int, *, recomputed: Sequence[str] = ()) -> Iterator[Exchange]:
+def exchanges(
+    norms: Sequence[BatchNorm], ranks: int, *, recomputed: Iterable[str], trained: Iterable[str]
+) -> Iterator[Exchange]:
     """The messages of one micro-batch's batch norms: a gather in forward, a sum in backward.
 
     Args:
         norms: the calls of one forward.
         ranks: that share the rows of a micro-batch.
-        recomputed: paths of the blocks whose forward runs again in backward, with all of its messages.
+        recomputed: paths of the blocks whose forward runs again in backward, with all of its messages, if backward
+            comes there: to a weight, or to what lies before.
+        trained: names of the weights that have gradients.
     """
+    goals = [*trained, *(norm.module for norm in norms if norm.learned)]
+    twice = [path for path in recomputed if any(_within(goal, path) for goal in goals)]
     for norm in norms if ranks > 1 else ():
-        inside = any(norm.module == path or norm.module.startswith(f"{path}.") for path in recomputed)
-        yield Exchange("all_gather", "activation", ranks * batch_norm.message(norm.channels) * 8, 2 if inside else 1)
+        calls = 2 if any(_within(norm.module, path) for path in twice) else 1
+        yield Exchange("all_gather", "activation", ranks * batch_norm.message(norm.channels) * 8, calls)
         if norm.learned:
             yield Exchange("all_reduce", "activation-gradient", 2 * norm.channels * 8, 1)
+
+
+def _within(name: str, path: str) -> bool:
+    return name == path or name.startswith(f"{path}.")
 
 
 def statistics(sent: Iterable[Exchange], axis: Axis, *, microbatches: int, ledger: Ledger) -> None:

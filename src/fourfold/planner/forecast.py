@@ -15,6 +15,7 @@ from fourfold.planner import bytes as traffic
 from fourfold.planner import clock, memory
 from fourfold.planner.parcels import parcels, precision
 from fourfold.planner.subject import OPTIMIZER_STATES, Subject
+from fourfold.planner.tape import Tape
 from fourfold.planner.trace import Settings
 from fourfold.planner.traces import Traces
 
@@ -101,7 +102,7 @@ def forecast(subject: Subject | Traces, cluster: Cluster, plan: Plan) -> Forecas
     ).run()
     account.peak[memory.OTHER] += cluster.device.reserved
     ledger = Ledger(memory={category: account.peak[category] for category in MEMORY})
-    told = _exchanges(traces.anatomy, placement)
+    told = _exchanges(traces.anatomy, tape, placement)
     traffic.count(ledger, plan, units, told, microbatches)
     where = (tape, units, placement, cluster)
     likely, low, high = (
@@ -125,11 +126,12 @@ def forecast(subject: Subject | Traces, cluster: Cluster, plan: Plan) -> Forecas
     return Forecast(plan, ledger, likely, low.total, high.total, account.when, cluster.device.memory, bound)
 
 
-def _exchanges(anatomy: Anatomy, placement: Placement) -> list[Exchange]:
+def _exchanges(anatomy: Anatomy, tape: Tape, placement: Placement) -> list[Exchange]:
     """The statistics that a micro-batch's batch norms take over all ranks."""
     norms = [BatchNorm(*norm) for norm in anatomy.batch_norms]
     twice = anatomy.blocks if placement.recompute == "full" else ()
-    return list(exchanges(norms, placement.world, recomputed=twice))
+    trained = [name for name, _, trained in tape.weights if trained]
+    return list(exchanges(norms, placement.world, recomputed=twice, trained=trained))
 
 
 def _bound(ledger: Ledger, cluster: Cluster, plan: Plan, subject: Subject, microbatches: int) -> str:
