@@ -143,3 +143,13 @@ def test_the_time_forecast_is_held_against_its_interval(run_folder, synthetic, w
     (run_folder / "ledger" / "forecast.json").write_text(json.dumps(forecast.to_dict()))
     words = " ".join(" ".join(Page(write(run_folder).path.read_text()).words).split())
     assert f"the median step took 50.0 ms, {says} that interval" in words
+
+
+def test_random_numbers_that_no_plan_makes_equal_are_shown(run_folder):
+    line = "noise calls rand_like, which draws from torch's own generator"
+    path = run_folder / "journal.jsonl"
+    start, *rest = path.read_text(encoding="utf-8").splitlines()
+    assert ">exact</span>" in page_of(run_folder)[0]
+    path.write_text("\n".join([json.dumps(json.loads(start) | {"inexact": [line]}), *rest, ""]), encoding="utf-8")
+    page = page_of(run_folder)[0]
+    assert "noise calls rand_like" in page and ">inexact</span>" in page and ">exact</span>" not in page
