@@ -110,6 +110,11 @@ class Placed:
         for unit in self.units:
             unit.refresh()
 
+    def settle(self) -> None:
+        """The gathers that `refresh` began have arrived; the next step's forward waits for them otherwise."""
+        for unit in self.units:
+            unit.settle_refresh()
+
     # ---- what a step needs to know
 
     def norm_share(self, order: float) -> float:

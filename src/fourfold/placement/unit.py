@@ -126,7 +126,7 @@ class Unit:
     def ready(self) -> None:
         """The full weights are here when this returns."""
         if self.resident:
-            self._settle_refresh()
+            self.settle_refresh()
             if self.arena.transient and not self.arena.live:
                 self.arena.allocate()
                 self.arena.expand()
@@ -186,7 +186,7 @@ class Unit:
         """
         arena = self.arena
         if self.resident:
-            self._settle_refresh()
+            self.settle_refresh()
         changed = arena.layout.size if whole else arena.layout.trained
         if arena.rest is None or arena.rest is arena.shard or changed == 0:
             return
@@ -196,7 +196,8 @@ class Unit:
         self._gather = self._send(changed)
         self._hide()
 
-    def _settle_refresh(self) -> None:
+    def settle_refresh(self) -> None:
+        """The gather begun by `refresh`, if there is one, is complete when this returns."""
         if self._gather is not None:
             work, staged = self._gather
             work.wait()

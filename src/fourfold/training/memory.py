@@ -51,6 +51,7 @@ def measure(run: Run, step: Callable[[], Result]) -> Result:
 
     The categories that rest, and as the note "memory peak" the most bytes at one moment: on a CPU by the profiler's
     allocator events of this thread (numpy's and the backend's own buffers are not seen), on a GPU by the allocator.
+    Nothing is under way when the profiler starts and stops: a gather that ended just then has broken the heap.
     """
     results: list[Result] = []
     resting = at_rest(run)
@@ -61,8 +62,14 @@ def measure(run: Run, step: Callable[[], Result]) -> Result:
         results.append(step())
         peak = torch.cuda.max_memory_allocated(device)
     else:
+
+        def settled() -> None:
+            results.append(step())
+            run.placed.settle()
+
+        run.placed.settle()
         buffers = _bytes(run.model.buffers())
-        peak = sum(resting.values()) + buffers + measured_peak(lambda: results.append(step())).peak
+        peak = sum(resting.values()) + buffers + measured_peak(settled).peak
     for category, nbytes in resting.items():
         run.ledger.peak(category, nbytes)
     run.ledger.notes[PEAK] = float(peak)
