@@ -54,8 +54,10 @@ def penalised(model: Any, batch: dict[str, torch.Tensor]) -> Any:
 
 
 def settled(run: Run, data: dict[str, torch.Tensor]) -> None:
-    """A step, and the end of the weights' way back, which the next step would wait for: a gather that was under way when
-    torch's profiler stopped has broken the heap."""
+    """A step, and the end of the weights' way back, for which the next step would wait.
+
+    A gather that was under way when torch's profiler stopped has broken the heap.
+    """
     run.step(data)
     run.placed.settle()
 
