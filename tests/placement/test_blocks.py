@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fourfold import deferred, wire
 from fourfold.placement.refusals import PlacementError
+from fourfold.placement.seats import room
 from fourfold.training.run import parallelize
 from fourfold.training.values import ValuesError
 from plain import SGD, Work, assert_equal, on_threads, serial
@@ -172,4 +173,6 @@ def test_a_gradient_codec_is_used_wherever_gradients_cross(placement: dict[str, 
     def sent(outcome: Any) -> int:
         return sum(entry.bytes for flow, entry in outcome.measured.items() if flow.kind == "gradient")
 
-    assert sent(coded) * 2 == sent(plain)
+    # A plain gradient over all replicas takes every rank's numbers along, in fp32; each rank sends 2 (n - 1) / n of it.
+    riding = 2 * 2 * room(3) * 4 // 3 if "data" in placement else 0
+    assert sent(coded) * 2 == sent(plain) - riding

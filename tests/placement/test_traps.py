@@ -14,7 +14,7 @@ from fourfold.placement.precision import computes_bf16
 from fourfold.placement.refusals import PlacementError
 from fourfold.training.optimizer import OptimizerOptions
 from fourfold.training.run import RunError, parallelize
-from fourfold.training.step import StepError
+from fourfold.training.tally import StepError
 from plain import SGD, Outcome, Work, assert_equal, gpt, on_threads, serial, worst
 
 ZERO3 = {"z": 3, "shard": "parameters", "precision": "fp64"}

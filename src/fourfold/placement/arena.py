@@ -20,17 +20,37 @@ class Arena:
     Attributes:
         shard: [layout.size] master values of the rows that this rank holds; padding is zero.
         gradient: [layout.trained] summed gradient of the trained prefix of the shard.
+        summed: the gradient, and behind it whatever travels with it (`seats`).
         full: [layout.full] weights as compute sees them; each weight contiguous. Its storage may be empty (freed).
         rest: [layout.full] weights as they rest between uses, or None where nothing but the shard rests.
 
     With one part and one element type, shard, rest and full are one storage.
     """
 
-    def __init__(self, layout: Layout, precision: Precision, index: int, *, resident: bool, device: torch.device):
-        """Allocate. `resident`: the full weights rest on every rank (everything but sharded parameters)."""
+    def __init__(
+        self,
+        layout: Layout,
+        precision: Precision,
+        index: int,
+        *,
+        resident: bool,
+        device: torch.device,
+        passengers: int = 0,
+    ):
+        """Allocate.
+
+        Args:
+            layout: what lies where.
+            precision: the element types.
+            index: which part of the shards is this rank's.
+            resident: the full weights rest on every rank (everything but sharded parameters).
+            device: where.
+            passengers: elements that travel behind the gradient.
+        """
         self.layout, self.precision, self.index = layout, precision, index
         self.shard = torch.zeros(layout.size, dtype=precision.master, device=device)
-        self.gradient = torch.zeros(layout.trained, dtype=precision.master, device=device)
+        self.summed = torch.zeros(layout.trained + passengers, dtype=precision.master, device=device)
+        self.gradient = self.summed[: layout.trained]
         self.transient = precision.upcast or not resident
         one = layout.parts == 1
         self.rest: Tensor | None = None

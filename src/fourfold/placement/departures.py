@@ -118,4 +118,4 @@ class Departures:
             return
         arrived.settle()
         if self._last:
-            self.events.publish(GradientReady(arrived.index, arrived.arena.gradient))
+            self.events.publish(GradientReady(arrived.index, arrived.arena.summed))

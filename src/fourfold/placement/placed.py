@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from fourfold.placement.membership import Group, Members, members
 from fourfold.placement.piece import Piece
 from fourfold.placement.precision import Precision
 from fourfold.placement.refusals import reads_explained, refuse
+from fourfold.placement.seats import Seats, room
 from fourfold.placement.state import answer_state_dict, write_loaded_state
 from fourfold.placement.unit import Unit
 from fourfold.plan import Codec, Events, Placement
@@ -55,6 +56,7 @@ class Placed:
         self.departures = Departures(units, events, overlap=options.overlap)
         self.blocks: list[Block] = []
         self.shards = [shard for unit in units for shard in _shards(unit)]
+        self.seats = _seats(units, mesh)
         self._outer: list[Unit] = []
         self._inner: list[Unit] = []
         self.statistics: batch_norm.Scope | None = None
@@ -93,11 +95,11 @@ class Placed:
         if not torch.is_grad_enabled():
             self.free()
 
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Backward of one micro-batch; on the step's last one the gradients become ready."""
+    def backward(self, loss: Tensor, scale: float, *, last: bool) -> None:
+        """Backward of one micro-batch's loss times `scale`; on the step's last one the gradients become ready."""
         self.departures.open(last=last)
         with reads_explained(self.options.shard):
-            loss.backward()
+            loss.backward(torch.full_like(loss, scale))
         self.departures.close()
 
     def free(self) -> None:
@@ -195,6 +197,7 @@ def place(
     events: Events,
     device: torch.device,
     codec: Codec | None = None,
+    seats: bool = False,
 ) -> Placed:
     """Give a plain model arenas for its weights, in place.
 
@@ -208,6 +211,7 @@ def place(
         events: told when a unit's gradient is ready.
         device: where everything goes.
         codec: the form in which gradients cross over z.
+        seats: numbers of every rank travel behind the gradient that leaves last, which the rule sums over all ranks.
     """
     refuse(model, anatomy, ranks=options.world)
     precision = Precision.of(options.precision, device)
@@ -219,7 +223,9 @@ def place(
     units: list[Unit] = []
     for index, member in enumerate(sorted_):
         layout = Layout.of(member.weights, axis.size)
-        arena = Arena(layout, precision, axis.index, resident=not sharded, device=device)
+        leaves_last = layout.trained > 0 and not any(unit.arena.layout.trained for unit in units)
+        passengers = room(options.world) if seats and leaves_last else 0
+        arena = Arena(layout, precision, axis.index, resident=not sharded, device=device, passengers=passengers)
         arena.fill(fill)
         units.append(
             Unit(index, member.name, arena, axis, member.owners, hold=options.shard == "optimizer", codec=codec)
@@ -232,6 +238,12 @@ def place(
     answer_state_dict(model, units)
     write_loaded_state(model, units)
     return placed
+
+
+def _seats(units: Sequence[Unit], mesh: Mesh) -> Seats | None:
+    behind = [unit.arena.summed[unit.arena.layout.trained :] for unit in units]
+    taken = next((elements for elements in behind if elements.numel()), None)
+    return None if taken is None else Seats(taken, mesh.over("z", "data").index)
 
 
 def _shards(unit: Unit) -> Iterator[Shard]:

@@ -16,7 +16,7 @@ class GradientReady:
 
     Attributes:
         unit: index of the unit in execution order (the same on every rank).
-        gradient: flat tensor, this rank's shard; a rule may reduce it in place.
+        gradient: flat tensor, this rank's shard, and behind it what travels with it; a rule may reduce it in place.
     """
 
     unit: int

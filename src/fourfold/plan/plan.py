@@ -145,6 +145,10 @@ class Plan:
             chosen = Technique.find("codec", "bf16")
         return None if chosen is None else chosen.module.Codec(chosen.options)
 
+    def tallies_ride(self) -> bool:
+        """A step's tallies travel behind a gradient: all ranks sum it, whole and uncoded."""
+        return self.placement.z == 1 and self.sync.module.Rule.sums and self.replica_codec() is None
+
     @property
     def inexact(self) -> tuple[str, ...]:
         """Why this plan's numbers differ from serial ones, each with its bound; empty for an exact plan."""

@@ -53,6 +53,8 @@ class Rule(Protocol):
 
     exact: bool
     """Replicas under this rule equal one serial process."""
+    sums: bool
+    """In every step it makes of what is published the sum over the replicas, whatever it is."""
 
     def on_ready(self, event: GradientReady) -> None:
         """A unit's gradient is complete on this replica: start exchanging it, or keep it for `finish`."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from fourfold.ledger import Ledger
-from fourfold.placement import traffic
+from fourfold.placement import seats, traffic
 from fourfold.plan import Events, Plan
 from fourfold.planner.memory import Parcel
 
@@ -28,7 +28,8 @@ def count(
 
     Weights and gradients over z, gradients over data, statistics of batch norms over both.
 
-    The few numbers that ranks tell each other at the end of a step (control traffic) are not in it.
+    Control traffic (the few numbers that ranks tell each other in a step, where they do not ride behind a gradient) is
+    not in it.
     """
     last = max((place for parcel in parcels for place in parcel.places), default=None)
     shipments = [
@@ -48,4 +49,7 @@ def count(
     traffic.statistics(exchanges, everyone, microbatches=microbatches, ledger=ledger)
     seat = cast("Any", Seat("data", placement.data, 0))
     rule = plan.sync.module.Rule(plan.sync.options, seat, Events(), plan.replica_codec())
-    rule.forecast(ledger, [parcel.layout.trained for parcel in parcels if parcel.layout.trained], parcels[0].master)
+    sizes = [parcel.layout.trained for parcel in parcels if parcel.layout.trained]
+    if sizes and plan.tallies_ride():
+        sizes[0] += seats.room(plan.world)
+    rule.forecast(ledger, sizes, parcels[0].master)

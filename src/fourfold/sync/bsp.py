@@ -29,6 +29,7 @@ class Rule:
     """Sum each unit's gradient over the replicas as soon as it is ready."""
 
     exact = True
+    sums = True
 
     def __init__(self, options: Options, axis: Axis, events: Events, codec: Codec | None = None):
         """Listen to `events` and exchange over `axis`; gradients cross in the form that `codec` gives them."""

@@ -252,6 +252,7 @@ class Run:
         return {
             "number": self.number,
             "seed": self.seed,
+            "divisor": self._taken.divisor,
             "optimizer": scalars_of(self._taken.optimizer),
             "sync": self._taken.rule.state_dict(),
         }
@@ -260,6 +261,7 @@ class Run:
         """Restore what `state_dict` gave."""
         self._check_seed(state)
         self.number = int(state["number"])
+        self._taken.divisor = float(state["divisor"])
         set_scalars(self._taken.optimizer, state["optimizer"])
         self._taken.rule.load_state_dict(state["sync"])
 
@@ -305,6 +307,7 @@ class Run:
             events=events,
             device=device,
             codec=codec if self.plan.wire.gradient else None,
+            seats=self.plan.tallies_ride(),
         )
         rule: Rule = self.plan.sync.module.Rule(self.plan.sync.options, self.mesh["data"], events, codec)
         optimizer = build(self.options, placed.shards)

@@ -18,18 +18,11 @@ from fourfold.randomness import Position
 from fourfold.schedule import Action, Inline, Program, Shape, bind, drive, validate
 from fourfold.training.batch import Batch
 from fourfold.training.optimizer import Optimizer
-from fourfold.wire import Axis, Mesh, Work, formulas
+from fourfold.training.tally import Courier, Exchange, Tally, agreed, not_finite
+from fourfold.wire import Axis, Mesh, formulas
 
 Loss = Callable[[nn.Module, dict[str, Tensor]], tuple[Tensor, Tensor | int]]
 """`loss(model, batch) -> (sum, count)`: calls the model itself, sums over tokens or rows, says how many there were."""
-
-
-_CONTROL = 4
-"""Numbers that ranks tell each other in a step: loss, count, digest, stop."""
-
-
-class StepError(RuntimeError):
-    """A step that must not be taken: says which, on which ranks, and why."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +56,12 @@ class _Sums:
 
 @dataclass
 class Step:
-    """The step's fixed parts, and its three bodies: forward, backward, update."""
+    """The step's fixed parts, and its three bodies: forward, backward, update.
+
+    Attributes:
+        divisor: losses are divided by it before backward. It is the count of the step before: where that is this step's
+            count as well, as in most training, the summed gradients are the mean's and need no further pass.
+    """
 
     placed: Placed
     rule: Rule
@@ -74,6 +72,7 @@ class Step:
     schedule: Technique
     seed: int
     device: torch.device
+    divisor: float = 1.0
     program: Program = field(init=False)
 
     def __post_init__(self) -> None:
@@ -81,6 +80,7 @@ class Step:
         order = self.schedule.module.order(Shape(microbatches=self.microbatches), self.schedule.options)
         self.program = validate(bind(order, workers=1))
         self.everyone: Axis = self.mesh.over("z", "data")
+        self._courier: Courier = self.placed.seats or Exchange(self.everyone, self.device)
         self._machine = Inline({"forward": self._forward, "backward": self._backward, "update": self._update})
 
     def run(self, number: int, batch: Batch, *, stop: bool) -> StepResult:
@@ -93,8 +93,9 @@ class Step:
         timeline = drive(self.program, self._machine)
         if self.ledger.recording:
             self.ledger.spans += timeline.spans()
-        loss, count, gradient_norm, stopping = self._outcome
-        return StepResult(number, loss, int(count), gradient_norm, time.perf_counter() - began, stopping)
+        whole, seconds = self._whole, time.perf_counter() - began
+        mean, count = whole.loss / whole.count, int(whole.count)
+        return StepResult(number, mean, count, self._gradient_norm, seconds, bool(whole.stop))
 
     # ---- bodies
 
@@ -117,76 +118,43 @@ class Step:
         assert output is not None
         last = action.microbatches.stop == self.microbatches
         if last:
-            self._told = self._tell()
-        self.placed.backward(output, last=last)
-
-    def _tell(self) -> tuple[Work, Tensor]:
-        """Begin to tell the other ranks what this step came to; it travels during the last backward."""
-        mine = [self._sums.loss, self._sums.count, float(self.mesh.digest()), float(self._stop)]
-        told = torch.tensor(mine, dtype=torch.float64, device=self.device)
-        every = told.new_empty(self.everyone.size, len(mine))
-        return self.everyone.all_gather(every, told, "control"), every
+            digest = float(self.mesh.digest())
+            self._courier.give(Tally(self._sums.loss, self._sums.count, digest, float(self._stop)))
+        self.placed.backward(output, 1.0 / self.divisor, last=last)
 
     def _update(self, action: Action) -> None:
         self.rule.finish()
-        work, every = self._told
-        work.wait()
-        ranks = every.tolist()
-        loss, count = self._agreed(ranks)
-        gradient_norm = self._norm(count)
-        factor = 1.0 / count
+        whole = agreed(self._number, [Tally(*numbers) for numbers in self._courier.take()])
+        factor = self.divisor / whole.count
+        self.divisor = whole.count
+        gradient_norm = self._norm(factor)
         if gradient_norm is not None:
             factor *= norm.coefficient(gradient_norm, self.optimizer.options.clip)
         self.optimizer.step(self.optimizer.rate(self._number), factor)
         self.placed.refresh()
-        self._outcome = (loss / count, count, gradient_norm, any(rank[3] for rank in ranks))
+        self._whole, self._gradient_norm = whole, gradient_norm
 
-    def _norm(self, count: float) -> float | None:
-        """The norm of the whole gradient, if it is to be clipped."""
+    def _norm(self, factor: float) -> float | None:
+        """The norm of the whole gradient times `factor`, if it is to be clipped."""
         options = self.optimizer.options
         if options.clip is None:
             return None
         order = float(options.clip_norm)
         # Shards are disjoint over z; over data they are the same.
         shares = self.mesh["z"].collect([self.placed.norm_share(order)])
-        found = norm.total([share[0] for share in shares], order) / count
+        found = norm.total([share[0] for share in shares], order) * factor
         if not math.isfinite(found):
-            raise StepError(self._not_finite("gradient", [i for i, s in enumerate(shares) if not math.isfinite(s[0])]))
+            broken = [index for index, share in enumerate(shares) if not math.isfinite(share[0])]
+            raise not_finite(self._number, "gradient", broken)
         return found
-
-    def _not_finite(self, what: str, ranks: list[int]) -> str:
-        return (
-            f"step {self._number}: the {what} is not finite on rank {', '.join(map(str, ranks))}; nothing was updated. "
-            "Lower optimizer.lr, set optimizer.clip, or look at this step's batch"
-        )
-
-    def _agreed(self, ranks: list[list[float]]) -> tuple[float, float]:
-        """The global sums, once it is certain that all ranks did the same and that the numbers are numbers."""
-        digests = [rank[2] for rank in ranks]
-        if len(set(digests)) > 1:
-            odd = [index for index, digest in enumerate(digests) if digests.count(digest) <= len(digests) // 2]
-            raise StepError(
-                f"step {self._number}: ranks {odd or list(range(len(digests)))} ran other collectives than the rest; "
-                "expected every rank to run the same. Is there rank-dependent control flow in the model or the loss?"
-            )
-        broken = [index for index, rank in enumerate(ranks) if not math.isfinite(rank[0])]
-        if broken:
-            raise StepError(self._not_finite("loss", broken))
-        loss, count = math.fsum(rank[0] for rank in ranks), math.fsum(rank[1] for rank in ranks)
-        if count == 0:
-            raise StepError(f"step {self._number}: no token counted on any rank; every target is ignored in this batch")
-        return loss, count
 
     def forecast(self) -> Ledger:
         """The bytes that this rank will hand over in one step, by the formulas beside the code."""
         ledger = Ledger(rank=self.ledger.rank)
         self.placed.forecast(ledger, self.microbatches)
-        sizes = [unit.arena.layout.trained for unit in self.placed.units if unit.arena.layout.trained]
+        sizes = [unit.arena.summed.numel() for unit in self.placed.units if unit.arena.layout.trained]
         self.rule.forecast(ledger, sizes, self.placed.units[0].arena.gradient.element_size())
-        size = self.everyone.size
-        if size > 1:
-            told = formulas.all_gather(size, size * _CONTROL * 8)
-            ledger.send(self.everyone.name, "control", "all_gather", told)
+        self._courier.forecast(ledger)
         parts = self.mesh["z"].size
         if parts > 1 and self.optimizer.options.clip is not None:
             ledger.send("z", "control", "all_gather", formulas.all_gather(parts, parts * 8))

@@ -12,7 +12,7 @@ from fourfold.training import checkpoint, folder
 from fourfold.training.data import synthetic
 from fourfold.training.folder import RunFolder
 from fourfold.training.journal import read
-from fourfold.training.step import StepError
+from fourfold.training.tally import StepError
 from fourfold.training.trainer import Ending
 from fourfold.training.worker import Rank
 from fourfold.wire import join, threads

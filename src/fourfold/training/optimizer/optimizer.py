@@ -94,14 +94,15 @@ class Optimizer:
 
         They take the divisor in fp32, which is too coarse for gradients in fp64.
         """
-        if self._fused and all(parameter.dtype == torch.float32 for parameter in self.parameters):
+        divisor: Tensor | None = None
+        if scale != 1.0 and self._fused and all(parameter.dtype == torch.float32 for parameter in self.parameters):
             divisor = torch.tensor(1 / scale, device=self.parameters[0].device)
-            setattr(optimizer, "grad_scale", divisor)  # noqa: B010 - torch declares neither
-            setattr(optimizer, "found_inf", torch.zeros_like(divisor))  # noqa: B010
         elif scale != 1.0:
             for parameter in self.parameters:
                 assert parameter.grad is not None
                 parameter.grad.mul_(scale)
+        setattr(optimizer, "grad_scale", divisor)  # noqa: B010 - torch declares neither
+        setattr(optimizer, "found_inf", None if divisor is None else torch.zeros_like(divisor))  # noqa: B010
 
     def zero_grad(self) -> None:
         """Drop every gradient."""

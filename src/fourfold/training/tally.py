@@ -1,0 +1,107 @@
+"""What every rank tells every other about a step, and what they make of it together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fourfold.ledger import Ledger
+from fourfold.placement.seats import NUMBERS
+from fourfold.wire import Axis, Work, formulas
+
+
+class StepError(RuntimeError):
+    """A step that must not be taken: says which, on which ranks, and why."""
+
+
+class Tally(NamedTuple):
+    """One rank's numbers of one step.
+
+    Attributes:
+        loss, count: sums over the rank's rows.
+        digest: of the collectives that it issued; an integer of at most 52 bits.
+        stop: 1.0 where the rank wishes to stop.
+    """
+
+    loss: float
+    count: float
+    digest: float
+    stop: float
+
+
+class Courier(Protocol):
+    """Takes a rank's numbers along while the step's last backward runs."""
+
+    def give(self, numbers: Sequence[float]) -> None:
+        """Send the rank's own."""
+        ...
+
+    def take(self) -> list[list[float]]:
+        """Every rank's, in rank order. Comes after the rule has finished."""
+        ...
+
+    def forecast(self, ledger: Ledger) -> None:
+        """Add the bytes of one step."""
+        ...
+
+
+class Exchange:
+    """A message of its own, for where no whole gradient crosses that could take them (`placement.seats` else)."""
+
+    def __init__(self, axis: Axis, device: torch.device) -> None:
+        """Among the ranks of `axis`."""
+        self.axis, self.device = axis, device
+        self._sent: tuple[Work, Tensor] | None = None
+
+    def give(self, numbers: Sequence[float]) -> None:
+        """Begin a gather."""
+        mine = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        every = mine.new_empty(self.axis.size, len(numbers))
+        self._sent = self.axis.all_gather(every, mine, "control"), every
+
+    def take(self) -> list[list[float]]:
+        """Wait for it."""
+        assert self._sent is not None
+        (work, every), self._sent = self._sent, None
+        work.wait()
+        return every.tolist()
+
+    def forecast(self, ledger: Ledger) -> None:
+        """A gather of four numbers a rank."""
+        if self.axis.size > 1:
+            sent = formulas.all_gather(self.axis.size, self.axis.size * NUMBERS * 8)
+            ledger.send(self.axis.name, "control", "all_gather", sent)
+
+
+def agreed(step: int, tallies: Sequence[Tally]) -> Tally:
+    """The global sums, once it is certain that all ranks did the same and that the numbers are numbers.
+
+    Raises:
+        StepError: ranks ran other collectives than the rest, a loss is not finite, or nothing counted.
+    """
+    digests = [tally.digest for tally in tallies]
+    if len(set(digests)) > 1:
+        odd = [index for index, digest in enumerate(digests) if digests.count(digest) <= len(digests) // 2]
+        raise StepError(
+            f"step {step}: ranks {odd or list(range(len(digests)))} ran other collectives than the rest; "
+            "expected every rank to run the same. Is there rank-dependent control flow in the model or the loss?"
+        )
+    broken = [index for index, tally in enumerate(tallies) if not math.isfinite(tally.loss)]
+    if broken:
+        raise not_finite(step, "loss", broken)
+    loss, count = math.fsum(tally.loss for tally in tallies), math.fsum(tally.count for tally in tallies)
+    if count == 0:
+        raise StepError(f"step {step}: no token counted on any rank; every target is ignored in this batch")
+    return Tally(loss, count, digests[0], float(any(tally.stop for tally in tallies)))
+
+
+def not_finite(step: int, what: str, ranks: Sequence[int]) -> StepError:
+    """The words for a loss or gradient that is not finite."""
+    return StepError(
+        f"step {step}: the {what} is not finite on rank {', '.join(map(str, ranks))}; nothing was updated. "
+        "Lower optimizer.lr, set optimizer.clip, or look at this step's batch"
+    )
