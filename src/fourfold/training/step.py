@@ -94,7 +94,7 @@ class Step:
         if self.ledger.recording:
             self.ledger.spans += timeline.spans()
         whole, seconds = self._whole, time.perf_counter() - began
-        mean, count = whole.loss / whole.count, int(whole.count)
+        mean, count = whole.loss / whole.counted, int(whole.counted)
         return StepResult(number, mean, count, self._gradient_norm, seconds, bool(whole.stop))
 
     # ---- bodies
@@ -125,8 +125,8 @@ class Step:
     def _update(self, action: Action) -> None:
         self.rule.finish()
         whole = agreed(self._number, [Tally(*numbers) for numbers in self._courier.take()])
-        factor = self.divisor / whole.count
-        self.divisor = whole.count
+        factor = self.divisor / whole.counted
+        self.divisor = whole.counted
         gradient_norm = self._norm(factor)
         if gradient_norm is not None:
             factor *= norm.coefficient(gradient_norm, self.optimizer.options.clip)

@@ -22,13 +22,13 @@ class Tally(NamedTuple):
     """One rank's numbers of one step.
 
     Attributes:
-        loss, count: sums over the rank's rows.
+        loss, counted: sums over the rank's rows.
         digest: of the collectives that it issued; an integer of at most 52 bits.
         stop: 1.0 where the rank wishes to stop.
     """
 
     loss: float
-    count: float
+    counted: float
     digest: float
     stop: float
 
@@ -93,7 +93,7 @@ def agreed(step: int, tallies: Sequence[Tally]) -> Tally:
     broken = [index for index, tally in enumerate(tallies) if not math.isfinite(tally.loss)]
     if broken:
         raise not_finite(step, "loss", broken)
-    loss, count = math.fsum(tally.loss for tally in tallies), math.fsum(tally.count for tally in tallies)
+    loss, count = math.fsum(tally.loss for tally in tallies), math.fsum(tally.counted for tally in tallies)
     if count == 0:
         raise StepError(f"step {step}: no token counted on any rank; every target is ignored in this batch")
     return Tally(loss, count, digests[0], float(any(tally.stop for tally in tallies)))
