@@ -147,7 +147,7 @@ class Plan:
 
     def tallies_ride(self) -> bool:
         """A step's tallies travel behind a gradient: all ranks sum it, whole and uncoded."""
-        return self.placement.z == 1 and self.sync.module.Rule.sums and self.replica_codec() is None
+        return self.world > 1 and self.placement.z == 1 and self.sync.module.Rule.sums and self.replica_codec() is None
 
     @property
     def inexact(self) -> tuple[str, ...]:

@@ -67,8 +67,8 @@ class StepEvidence:
     Attributes:
         loss, serial_loss: mean losses.
         loss_error, gradient, weight: parallel against serial.
-        rounding: the reference with its rows cut as the plan cuts them, against the reference: what plain PyTorch
-            itself differs by when sums are taken in another order.
+        rounding: the reference with its rows cut as the plan cuts them, and its losses divided where the step divides
+            them, against the reference: what plain PyTorch itself differs by when it rounds in another order.
         addends: gradient error relative to the addends of its sum, in the norm.
     """
 
@@ -166,7 +166,7 @@ def examine(world: World, case: Case) -> Evidence:
 
 
 class References:
-    """The reference, and beside it the same with its rows cut as the plan cuts them."""
+    """The reference, and beside it the same with rows cut and losses divided as in a step of the plan."""
 
     def __init__(self, case: Case, run: Run) -> None:
         precision = Precision.of(case.plan.placement.precision, run.world.device)
@@ -175,6 +175,7 @@ class References:
         # Statistics of batch norms belong to a micro-batch: the reference takes the same micro-batches, and no others.
         scoped = bool(run.placed.anatomy.batch_norms)
         self.pieces = (case.microbatches, case.microbatches) if scoped else (1, case.parts)
+        self.divisor = 1.0
         self.whole, self.cut = (
             Serial(
                 case.plain(),
@@ -194,10 +195,9 @@ class References:
         """Take the step on both references, and hold the parallel numbers against the first."""
         asked = self.case.batch(number)
         batch = asked(range(asked.rows))
-        whole, cut = (
-            reference.step(number, batch, pieces)
-            for reference, pieces in zip((self.whole, self.cut), self.pieces, strict=True)
-        )
+        whole = self.whole.step(number, batch, self.pieces[0])
+        cut = self.cut.step(number, batch, self.pieces[1], self.divisor)
+        self.divisor = whole.count
         return StepEvidence(
             number,
             loss,

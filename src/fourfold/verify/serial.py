@@ -86,8 +86,15 @@ class Serial:
             _name_sites(self.model.get_submodule(path), path)
         self._rest()
 
-    def step(self, number: int, batch: Mapping[str, Tensor], parts: int = 1) -> SerialStep:
-        """Take optimizer step `number` on the whole batch, its rows in `parts` pieces one after the other."""
+    def step(self, number: int, batch: Mapping[str, Tensor], parts: int = 1, divisor: float = 1.0) -> SerialStep:
+        """Take optimizer step `number` on the whole batch.
+
+        Args:
+            number: of the step.
+            batch: all rows.
+            parts: pieces that the rows are cut in, one after the other.
+            divisor: losses are divided by it before backward, gradients by the rest of the count afterwards.
+        """
         rows = len(next(iter(batch.values())))
         total, count = 0.0, 0.0
         gradients = {name: torch.zeros_like(master.data) for name, master in self._trained()}
@@ -95,13 +102,13 @@ class Serial:
         for part in torch.arange(rows).tensor_split(min(parts, rows)):
             chosen = {name: tensor[int(part[0]) : int(part[-1]) + 1] for name, tensor in batch.items()}
             value, counted = self._forward(Position(self.seed, number, int(part[0]), len(part)), chosen)
-            value.backward()
+            value.backward(torch.full_like(value, 1 / divisor))
             total, count = total + float(value.detach()), count + float(counted)
             for name, gradient in self._taken_gradients():
                 gradients[name] += gradient
                 magnitudes[name] += gradient.abs()
         for values in (*gradients.values(), *magnitudes.values()):
-            values /= count
+            values /= count / divisor
         norm = self._update(number, gradients)
         return SerialStep(total / count, int(count), norm, gradients, magnitudes)
 
