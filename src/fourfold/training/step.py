@@ -126,12 +126,12 @@ class Step:
         self.rule.finish()
         whole = agreed(self._number, [Tally(*numbers) for numbers in self._courier.take()])
         factor = self.divisor / whole.counted
-        self.divisor = whole.counted
         gradient_norm = self._norm(factor)
         if gradient_norm is not None:
             factor *= norm.coefficient(gradient_norm, self.optimizer.options.clip)
         self.optimizer.step(self.optimizer.rate(self._number), factor)
         self.placed.refresh()
+        self.divisor = whole.counted
         self._whole, self._gradient_norm = whole, gradient_norm
 
     def _norm(self, factor: float) -> float | None:
