@@ -20,6 +20,7 @@ from fourfold.plan import Events, Plan, Rule
 from fourfold.training import checkpoint
 from fourfold.training.batch import Batch, batch_of
 from fourfold.training.boxes import boxes_of, names_of, scalars_of, set_scalars
+from fourfold.training.checkpoint.state import encode
 from fourfold.training.evaluation import evaluating
 from fourfold.training.optimizer import Optimizer, OptimizerOptions, build, group_of
 from fourfold.training.step import Loss, Step, StepResult
@@ -198,54 +199,101 @@ class Run:
     def save(
         self, folder: str | Path, *, keep: int = 3, asynchronous: bool = False, extra: Any = None
     ) -> checkpoint.Saving:
-        """Write a checkpoint of step `number` under `folder`. Only one replica writes.
+        """Write a checkpoint of step `number` under `folder`. Only one replica writes; all ranks call it together.
 
         Args:
             folder: the folder of checkpoints.
             keep: how many to keep.
-            asynchronous: return once the values are copied, and write beside training.
+            asynchronous: return once the values are copied, and write beside training; `wait` tells when it is there.
+                Else it is there, for every rank, when this returns.
             extra: JSON-able state of the caller.
-        """
-        ranks = range(self.world.size)
-        parts = self.mesh["z"].size
-        writers = [rank for rank in ranks if rank < parts]
-        if self._saving is not None:
-            self._saving.wait()
-        path = Path(folder)
-        if self.world.rank not in writers:
-            return checkpoint.Saving(path)
-        self._saving = checkpoint.save(
-            path,
-            self.number,
-            boxes_of(self._taken, buffers=self.mesh["z"].index == 0),
-            self.state_dict() | {"extra": extra},
-            rank=self.world.rank,
-            writers=writers,
-            asynchronous=asynchronous,
-            keep=keep,
-        )
-        return self._saving
-
-    def load(self, path: str | Path) -> Any:
-        """Continue from a checkpoint written under any plan. Returns what was saved as `extra`.
 
         Raises:
-            RunError: it was written with another seed.
+            CheckpointError: on the ranks that could not write; says why.
+            RunError: on the other ranks then; names those that could not.
+        """
+        self.wait()
+        path, step, rank = Path(folder), self._taken, self.world.rank
+        with self._together("the checkpoint was not written"):
+            state = self.state_dict() | {"extra": extra}
+            encode(state)
+        with self._together("the checkpoint was not written"):
+            self._saving = checkpoint.save(
+                path,
+                self.number,
+                boxes_of(step, buffers=self.mesh["z"].index == 0),
+                state,
+                rank=rank,
+                writers=range(self.mesh["z"].size),
+                keep=keep,
+            )
+        saving = self._saving
+        if not asynchronous:
+            self.wait()
+        return saving
+
+    def load(self, path: str | Path) -> Any:
+        """Continue from a checkpoint written under any plan. All ranks call it together, with the same checkpoint.
+
+        Returns:
+            What was saved as `extra`.
+
+        Raises:
+            RunError: it was written with another seed; ranks read different steps, or another rank could not read.
             CheckpointError: it is damaged, or of another model or optimizer. Nothing has been changed then, unless
                 bytes on the disk are not those that were saved.
         """
-        path = Path(path)
-        self._check_seed(checkpoint.load(path, [], strict=False))
-        state = checkpoint.load(path, boxes_of(self._taken, buffers=True), expected=names_of(self._taken))
-        self.load_state_dict(state)
+        with self._together("nothing was loaded"):
+            path = Path(path)
+            state = checkpoint.load(path, [], strict=False)
+            self._check_seed(state)
+            number = float(state["number"])
+        steps = [int(rank[0]) for rank in self._collect(number)]
+        if len(set(steps)) > 1:
+            found = ", ".join(f"step {step} on rank {rank}" for rank, step in enumerate(steps))
+            raise RunError(
+                f"load({str(path)!r}): expected the same checkpoint on every rank, found {found}; nothing was loaded. "
+                "Call run.wait() on all ranks before checkpoint.latest, and see that all machines share the folder"
+            )
+        with self._together("weights may be of two steps now: load another checkpoint"):
+            state = checkpoint.load(path, boxes_of(self._taken, buffers=True), expected=names_of(self._taken))
+            self.load_state_dict(state)
         for unit in self.placed.units:
             unit.refresh(whole=True)
         return state.get("extra")
 
     def wait(self) -> None:
-        """An asynchronous save, if one is under way, is complete when this returns."""
-        if self._saving is not None:
-            self._saving.wait()
+        """An asynchronous save, if one is under way, is on the disk when this returns. All ranks call it together.
+
+        Raises:
+            CheckpointError: on the ranks that could not write; says why.
+            RunError: on the other ranks then; names those that could not.
+        """
+        if self._step is None:  # nothing can have been saved
+            return
+        saving, self._saving = self._saving, None
+        with self._together("the checkpoint was not written"):
+            if saving is not None:
+                saving.wait()
+
+    @contextmanager
+    def _together(self, outcome: str) -> Iterator[None]:
+        """What fails inside on one rank fails on all of them, so that nobody waits for somebody who has left."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as found:
+            error = found
+        failed = [rank for rank, (flag,) in enumerate(self._collect(float(error is not None))) if flag]
+        if error is not None:
+            raise error
+        if failed:
+            raise RunError(f"rank {', '.join(map(str, failed))} failed, and says why; {outcome}")
+
+    def _collect(self, number: float) -> list[list[float]]:
+        """A number of every rank, in rank order."""
+        with self._outside_of_steps():
+            return self._taken.everyone.collect([number])
 
     def state_dict(self) -> dict[str, Any]:
         """Everything mutable that is not a tensor with a logical shape."""
@@ -261,7 +309,7 @@ class Run:
         """Restore what `state_dict` gave."""
         self._check_seed(state)
         self.number = int(state["number"])
-        self._taken.divisor = float(state["divisor"])
+        self._taken.divisor = state["divisor"]
         set_scalars(self._taken.optimizer, state["optimizer"])
         self._taken.rule.load_state_dict(state["sync"])
 

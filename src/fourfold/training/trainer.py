@@ -203,7 +203,12 @@ class Trainer:
         self._told_of_saving(wait=not asynchronous)
 
     def _told_of_saving(self, *, wait: bool) -> None:
-        """Journal a save once it is on the disk, and raise its error if it failed."""
+        """Journal a save once it is on the disk, and raise its error if it failed.
+
+        Ranks that write are not done at the same moment, and others at once; so all wait together, told or not.
+        """
+        if wait:
+            self.run.wait()
         if self._saving is None or not (wait or self._saving[1].done):
             return
         step, saving = self._saving
@@ -249,14 +254,15 @@ def resume(run: Run, folder: RunFolder) -> str | None:
     """
     run.ledger.begin(-1)  # belongs to no step
     newest = checkpoint.latest(folder.checkpoints)
-    if newest is not None:
-        run.load(newest)
-    numbers = [rank[0] for rank in run.mesh.over("z", "data").collect([float(run.number)])]
-    if len(set(numbers)) > 1:
+    found = [rank[0] for rank in run.mesh.over("z", "data").collect([float(newest is not None)])]
+    if len(set(found)) > 1:
+        without = ", ".join(str(rank) for rank, found_one in enumerate(found) if not found_one)
         raise checkpoint.CheckpointError(
-            f"{folder.checkpoints}: ranks found different newest checkpoints, of steps {sorted(set(numbers))}; "
+            f"{folder.checkpoints}: expected the same checkpoints on every rank, found none on rank {without}; "
             "is the folder shared by all machines?"
         )
+    if newest is not None:
+        run.load(newest)
     return str(newest) if newest is not None else None
 
 
