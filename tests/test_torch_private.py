@@ -173,3 +173,24 @@ def test_take_assign_tells_how_a_state_is_loaded_and_leaves_no_trace():
     for assign in (False, True, False):
         module.load_state_dict(state, assign=assign)
     assert seen == [False, True, False]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_inside_checkpoint_is_told_however_deep(reentrant: bool, grad: bool):
+    from functools import partial
+
+    from torch.utils.checkpoint import checkpoint
+
+    told = []
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        told.append(torch_private.inside_checkpoint())
+        return x.sin()
+
+    model = torch.nn.Linear(2, 2)
+    model.register_forward_hook(lambda module, args, result: inner(result))
+    with torch.set_grad_enabled(grad):
+        partial(checkpoint, use_reentrant=reentrant)(model, torch.ones(1, 2, requires_grad=True))
+        model(torch.ones(1, 2))
+    assert told == [True, False]

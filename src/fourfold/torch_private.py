@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -243,3 +244,19 @@ def take_assign(local_metadata: dict[str, Any]) -> bool:
     Torch leaves its note in the metadata of the state, where the next load would find it, too; here it is taken out.
     """
     return bool(local_metadata.pop("assign_to_params_buffers", False))
+
+
+def inside_checkpoint() -> bool:
+    """The caller runs, however deep, inside a function that `torch.utils.checkpoint` will run again in backward.
+
+    Both kinds call it from a frame of that file. Nothing is replaced to find out, so ranks on threads do not disturb
+    one another, and it does not matter under which name a model holds the function (transformers binds it early).
+    """
+    from torch.utils import checkpoint
+
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == checkpoint.__file__:
+            return True
+        frame = frame.f_back
+    return False

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fourfold.anatomy.blocks import Call, Calls
 from fourfold.randomness import Streams
+from fourfold.torch_private import inside_checkpoint
 
 Shape = tuple[int, ...]
 
@@ -49,6 +50,7 @@ class Rehearsal(Streams):
 
     Attributes:
         seen: the draws, in order.
+        repeated: modules that draw inside a `torch.utils.checkpoint` of the model's own.
         moves: what moved rows, by module and ordinal in it, in order; a `Watch` notes them.
         running: the function that the model's own code has called; None between calls.
     """
@@ -57,6 +59,7 @@ class Rehearsal(Streams):
         super().__init__("")
         self.calls = calls
         self.seen: list[Seen] = []
+        self.repeated: set[str] = set()
         self.moves: dict[tuple[str, int], Move] = {}
         self.running: Callable | None = None
 
@@ -95,6 +98,8 @@ class Rehearsal(Streams):
         return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, **settings)
 
     def _note(self, shape: Sequence[int]) -> None:
+        if inside_checkpoint():
+            self.repeated.add(self.calls.inside)
         self.seen.append(Seen(self.calls.inside, self.calls.clock, len(self.moves), tuple(shape)))
 
 

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from fourfold.anatomy.blocks import Calls
 from fourfold.anatomy.rehearsal import Rehearsal
 from fourfold.anatomy.ties import own_names
-from fourfold.torch_private import leaves
+from fourfold.torch_private import inside_checkpoint, leaves
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """Modules whose forward may take statistics over the rows of its batch (the lazy ones become one of these)."""
@@ -61,11 +61,13 @@ class BatchNorm(NamedTuple):
         module: path of the module that calls it.
         channels: how many pairs of statistics it takes.
         learned: its input has a gradient, so that backward takes statistics too.
+        repeated: it is inside a `torch.utils.checkpoint` of the model's own.
     """
 
     module: str
     channels: int
     learned: bool
+    repeated: bool = False
 
 
 @dataclass
@@ -189,7 +191,8 @@ def _batch_norm(tracer: Tracer, func: Callable, args: tuple, kwargs: dict, resul
     x = _argument(args, kwargs, 0, "input")
     # torch.batch_norm has the affine weights before the running statistics; both have the flag in the sixth place.
     if _argument(args, kwargs, 5, "training"):
-        tracer.found.batch_norms.append(BatchNorm(tracer.calls.inside, x.shape[1], x.requires_grad))
+        where, repeated = tracer.calls.inside, inside_checkpoint()
+        tracer.found.batch_norms.append(BatchNorm(where, x.shape[1], x.requires_grad, repeated))
     _flow(tracer, func, args, kwargs, result)
 
 

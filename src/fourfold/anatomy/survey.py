@@ -49,6 +49,8 @@ class Anatomy:
         layouts: site of a dropout → how the rows lie in its tensor, where they are not whole and in dim 0.
         random_calls: what draws from torch's own generators in training.
         unknown_rows: dropouts whose rows cannot be told, with the reason, one line each.
+        repeated: modules that drop out, or take statistics of the batch, inside a `torch.utils.checkpoint` of the
+            model's own, which backward runs again without us.
         problems: what a tensor grid cannot split as it stands, one line each.
         traced: how the forward ran: "meta", "fake" (fake CPU tensors) or "real" (truly, on CPU).
         failures: why the cheaper ways did not run, one line each.
@@ -74,6 +76,7 @@ class Anatomy:
     layouts: dict[str, Layout] = field(default_factory=dict)
     random_calls: tuple[RandomCall, ...] = ()
     unknown_rows: tuple[str, ...] = ()
+    repeated: tuple[str, ...] = ()
 
     @property
     def inexact(self) -> tuple[str, ...]:
@@ -139,9 +142,10 @@ class _Reads(dispatch_mode()):
 
 
 def _run_as_needed(attempt: Twin, loss: Loss, failures: tuple[str, ...]) -> Anatomy:
-    """Without a graph, which is cheaper, unless the loss itself asks for gradients (a penalty on them)."""
-    # Only with gradients is it known where a batch norm's backward takes statistics.
-    grad = _has_batch_norm(attempt.model)
+    """With a graph, which without values costs nothing; with values only if something asks for gradients."""
+    # Only with gradients do most models checkpoint themselves, and is it known where a batch norm's backward takes
+    # statistics.
+    grad = attempt.kind != "real" or _has_batch_norm(attempt.model) or _checkpoints(attempt.model)
     attempt = with_telling_rows(attempt)
     try:
         return _run(attempt, loss, failures, grad=grad)
@@ -191,6 +195,7 @@ def _run(attempt: Twin, loss: Loss, failures: tuple[str, ...], *, grad: bool) ->
         layouts=rows.layouts,
         random_calls=watch.random_calls,
         unknown_rows=rows.unknown,
+        repeated=tuple(sorted(rehearsal.repeated | {norm.module for norm in roles.batch_norms if norm.repeated})),
     )
 
 
@@ -217,6 +222,13 @@ def _home(name: str, found: tuple[Call, ...]) -> Call | None:
 
 def _has_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(module, BATCH_NORMS) for module in model.modules())
+
+
+def _checkpoints(model: nn.Module) -> bool:
+    """A switch such as transformers' `gradient_checkpointing`, which without gradients does nothing, is on."""
+    return any(
+        value is True and "checkpointing" in name for module in model.modules() for name, value in vars(module).items()
+    )
 
 
 def _enough_rows(model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -15,7 +15,7 @@ class PlacementError(ValueError):
 
 
 def refuse(model: nn.Module, anatomy: Anatomy, *, ranks: int) -> None:
-    """Refuse weights that an arena cannot hold, and statistics that nobody could take over several ranks.
+    """Refuse weights that an arena cannot hold, and randomness and statistics that nobody could repeat or share.
 
     Args:
         model: the plain model.
@@ -23,8 +23,9 @@ def refuse(model: nn.Module, anatomy: Anatomy, *, ranks: int) -> None:
         ranks: how many compute rows of one batch.
 
     Raises:
-        PlacementError: a weight that is not a real floating-point tensor; on several ranks, statistics over the rows
-            of a batch that are taken elsewhere than in torch's batch norms.
+        PlacementError: a weight that is not a real floating-point tensor; a dropout or a batch norm inside a
+            checkpoint of the model's own; on several ranks, statistics over the rows of a batch that are taken
+            elsewhere than in torch's batch norms.
     """
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
@@ -34,6 +35,19 @@ def refuse(model: nn.Module, anatomy: Anatomy, *, ranks: int) -> None:
             )
     if ranks > 1:
         _refuse_statistics(model, anatomy, ranks)
+    if anatomy.repeated:
+        _refuse_own_checkpoints(model, anatomy)
+
+
+def _refuse_own_checkpoints(model: nn.Module, anatomy: Anatomy) -> None:
+    """Backward would run them again outside of the scopes that masks and statistics are drawn in: wrong gradients."""
+    first, *others = (path or type(model).__name__ for path in anatomy.repeated)
+    raise PlacementError(
+        f"the model checkpoints itself (torch.utils.checkpoint) in {first}"
+        f"{f' and {len(others)} more' if others else ''}, where it drops out or takes statistics of the batch; run "
+        "again in backward, these would not be what they were. Turn that off (model.gradient_checkpointing_disable() "
+        "in transformers) and set plan.placement.recompute: full, which does the same"
+    )
 
 
 def _refuse_statistics(model: nn.Module, anatomy: Anatomy, ranks: int) -> None:
