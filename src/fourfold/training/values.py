@@ -14,7 +14,7 @@ from fourfold.wire import Mesh
 
 
 class ValuesError(ValueError):
-    """A model whose weights have no values, or not the same on every rank: names the weight and what to try."""
+    """A model whose weights have no values, or that differs between ranks: names the weight and what to try."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,13 @@ def values_of(model: nn.Module, mesh: Mesh, seed: int) -> Fill:
 
 
 def _held(model: nn.Module, mesh: Mesh) -> Fill:
-    """The values that the model holds, once it is certain that every rank holds the same."""
+    """The values that the model holds, once it is certain that every rank holds the same, buffers included."""
     flat = {name: parameter.detach().reshape(-1).cpu() for name, parameter in model.named_parameters()}
-    checks = [float(zlib.crc32(values.contiguous().view(torch.uint8).numpy().data)) for values in flat.values()]
+    held = flat | {name: buffer.detach().reshape(-1).cpu() for name, buffer in model.named_buffers()}
+    checks = [float(zlib.crc32(values.contiguous().view(torch.uint8).numpy().data)) for values in held.values()]
     ranks = mesh.over("z", "data").collect(checks)
     for rank, theirs in enumerate(ranks):
-        for name, mine, other in zip(flat, ranks[0], theirs, strict=True):
+        for name, mine, other in zip(held, ranks[0], theirs, strict=True):
             if mine != other:
                 raise ValuesError(
                     f"model: rank {rank} holds other values of {name!r} than rank 0; expected the same on every rank. "
