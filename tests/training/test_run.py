@@ -7,11 +7,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from fourfold import wire
 from fourfold.training import checkpoint
 from fourfold.training.checkpoint.coordination import Job
 from fourfold.training.run import Run, RunError, parallelize
+from fourfold.training.values import ValuesError
 from plain import SGD, Work, gpt, worst
 
 PLANS = [{"data": 2}, {"z": 2, "shard": "parameters"}]
@@ -120,3 +123,37 @@ def test_ranks_that_read_different_steps_load_nothing(placement: dict, tmp_path:
         assert worst(run.logical_state(), before) == 0
 
     wire.threads.launch(2, body)
+
+
+# ---- the start
+
+
+@pytest.mark.parametrize(
+    "buffer", [torch.zeros(3), torch.zeros(3, dtype=torch.int64), torch.zeros((), dtype=torch.bool)]
+)
+def test_buffers_that_differ_between_ranks_are_refused(buffer: Tensor) -> None:
+    def body(world: wire.World) -> None:
+        model = WORK.fresh()
+        model.register_buffer("table", buffer + (world.rank == 1))
+        with pytest.raises(ValuesError, match="rank 1 holds other values of 'table' than rank 0"):
+            parallelize(model, WORK.loss, SGD, {"placement": {"data": 2}}, world=world, example=WORK.batch(0))
+
+    wire.threads.launch(2, body)
+
+
+# ---- gradients
+
+
+@pytest.mark.parametrize("placement", PLANS)
+def test_zero_grad_between_steps_changes_nothing(placement: dict) -> None:
+    def body(world: wire.World, zero: bool) -> dict[str, Tensor]:
+        run, work = placed(world, placement)
+        for step in range(2):
+            run.step(work.batch(step))
+            if zero:
+                run.optimizer.zero_grad()
+                assert not any(gradient.any() for gradient in run.logical_gradients().values())
+        return run.logical_state()
+
+    left, emptied = (wire.threads.launch(2, body, zero)[0] for zero in (False, True))
+    assert worst(emptied, left) == 0

@@ -199,6 +199,8 @@ def test_the_rate_is_a_pure_function_and_ends_at_final_even_when_warmup_fills_th
         ({"clip_norm": 3.0}, "clip_norm"),
         ({"steps": 0}, "steps"),
         ({"clip": math.inf}, "clip"),
+        ({"clip": 0.0}, "clip"),
+        ({"clip": -1.0}, "clip"),
     ],
 )
 def test_bad_options_are_named(settings, named):

@@ -105,9 +105,10 @@ class Optimizer:
         setattr(optimizer, "found_inf", None if divisor is None else torch.zeros_like(divisor))  # noqa: B010
 
     def zero_grad(self) -> None:
-        """Drop every gradient."""
+        """Make every gradient zero, in place: a shard's is a view of the arena that the ranks' sums arrive in."""
         for parameter in self.parameters:
-            parameter.grad = None
+            if parameter.grad is not None:
+                parameter.grad.zero_()
 
     def state_dict(self) -> list[dict[str, Tensor]]:
         """The live state tensors of each trained parameter, in the order of the members: nothing is copied."""

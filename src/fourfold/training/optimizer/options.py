@@ -52,6 +52,8 @@ class OptimizerOptions:
         _at_least("steps", self.steps, 1)
         if self.clip is not None:
             _at_least("clip", self.clip, 0)
+            if not self.clip:
+                raise OptimizerError(f"optimizer.clip: expected more than 0, found {self.clip!r}; None does not clip")
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
