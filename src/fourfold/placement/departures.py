@@ -49,6 +49,14 @@ class Departures:
         self._complete = {index for index, missing in self._missing.items() if not missing}
         self._departed, self._last, self.active = 0, last, True
 
+    def abandon(self) -> None:
+        """A backward did not end: its gradients are forgotten, and what is under way is waited for."""
+        self._awaits_edge.clear()
+        self._pending, self.active = None, False
+        for unit in self.order:
+            unit.abandon()
+            unit.free()
+
     def left(self, unit: Unit) -> None:
         """Backward has left the unit: nothing will read its weights again in this micro-batch."""
         unit.free()
@@ -86,6 +94,14 @@ class Departures:
             )
 
     def _fired(self, unit: Unit, number: int) -> None:
+        if not self.active:
+            unit.abandon()
+            name = unit.arena.layout.trained_slots[number].name
+            raise PlacementError(
+                f"{name}: a backward outside of this run's steps reached it; expected run.step to call backward. "
+                "Take such gradients by torch.autograd.grad, or freeze the weights (requires_grad_(False)) before the "
+                "model is placed"
+            )
         missing = self._missing[unit.index]
         missing.discard(number)
         if not missing and unit.index not in self._awaits_edge and unit.index not in self._complete:

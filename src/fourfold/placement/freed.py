@@ -40,10 +40,12 @@ class Freed(nn.Parameter):
     Attributes:
         logical_name: for messages.
         bring: brings the values here, if that takes no other rank: then whoever asks for them gets them.
+        present: its class while the values are here.
     """
 
     logical_name: str
     bring: Callable[[], None] | None
+    present: type[nn.Parameter]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         if self.bring is not None:
@@ -83,12 +85,15 @@ def _tells(func: Any) -> bool:
 def hide(parameters: Mapping[str, nn.Parameter], bring: Callable[[], None] | None) -> None:
     """The values of these parameters, by logical name, have gone; `bring` as in `Freed`."""
     for name, parameter in parameters.items():
+        present = type(parameter)
         parameter.__class__ = Freed
         assert isinstance(parameter, Freed)
+        parameter.present = present
         parameter.logical_name, parameter.bring = name, bring
 
 
 def show(parameters: Iterable[nn.Parameter]) -> None:
     """The values of these parameters are here again."""
     for parameter in parameters:
-        parameter.__class__ = nn.Parameter
+        assert isinstance(parameter, Freed)
+        parameter.__class__ = parameter.present

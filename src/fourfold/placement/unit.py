@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from fourfold.placement.arena import Arena
 from fourfold.placement.freed import hide, show
 from fourfold.placement.layout import FROZEN
+from fourfold.placement.refusals import PlacementError
 from fourfold.plan import Codec
+from fourfold.torch_private import without_torch_function
 from fourfold.wire import Axis, Work
 
 
@@ -66,13 +68,22 @@ class Unit:
     # ---- the model's side
 
     def install(self) -> None:
-        """Hang parameters that view the full arena into the model; a freed one keeps its shape and type."""
+        """Let the model's parameters view the full arena; a freed one keeps its shape and type.
+
+        They stay the same objects, with their hooks and attributes, whoever else holds them. Those on the meta device
+        cannot: others take their places in the modules.
+        """
         self.arena.allocate()
         for slot, view in zip(self.arena.layout.slots, self.arena.views().values(), strict=True):
-            parameter = nn.Parameter(view, requires_grad=slot.group != FROZEN)
+            first, *_ = self.owners[slot.name]
+            parameter: nn.Parameter = getattr(first.module, first.attribute)
+            if parameter.device.type == view.device.type:
+                parameter.grad, parameter.data = None, view
+            else:
+                parameter = nn.Parameter(view, requires_grad=slot.group != FROZEN)
+                for owner in self.owners[slot.name]:
+                    setattr(owner.module, owner.attribute, parameter)
             self.parameters[slot.name] = parameter
-            for owner in self.owners[slot.name]:
-                setattr(owner.module, owner.attribute, parameter)
         self.free()
 
     def watch(self, fired: Callable[[Unit, int], None]) -> None:
@@ -211,8 +222,30 @@ class Unit:
     # ---- gradients
 
     def begin(self) -> None:
-        """A new step: the summed gradient is empty."""
+        """A new step: the summed gradient is empty.
+
+        Raises:
+            PlacementError: the model's weights lie somewhere else.
+        """
         self._summed, self._held = False, None
+        if self.parameters and not self.arena.transient:
+            name, parameter = next(iter(self.parameters.items()))
+            if parameter.untyped_storage().data_ptr() != self.arena.full.untyped_storage().data_ptr():
+                raise PlacementError(
+                    f"{name}: was given other storage after the model was placed (model.to, model.float, "
+                    "vector_to_parameters, an assignment to .data), which updates would not reach; set values by "
+                    "load_state_dict, and element types by plan.placement.precision"
+                )
+
+    def abandon(self) -> None:
+        """Forget the gradients of a backward that did not end."""
+        if self._scatter is not None:
+            self._scatter[0].wait()
+        self._scatter, self._summed, self._held = None, False, None
+        self._taken.clear()
+        with without_torch_function():
+            for parameter in self.parameters.values():
+                parameter.grad = None
 
     def pack(self, *, last: bool) -> None:
         """Take the micro-batch's gradients off the parameters and begin to sum them over z.

@@ -60,7 +60,8 @@ class Step:
 
     Attributes:
         divisor: losses are divided by it before backward. It is the count of the step before: where that is this step's
-            count as well, as in most training, the summed gradients are the mean's and need no further pass.
+            count as well, as in most training, the summed gradients are the mean's and need no further pass. The first
+            step takes the rows of its batch.
     """
 
     placed: Placed
@@ -72,7 +73,7 @@ class Step:
     schedule: Technique
     seed: int
     device: torch.device
-    divisor: float = 1.0
+    divisor: float | None = None
     program: Program = field(init=False)
 
     def __post_init__(self) -> None:
@@ -81,6 +82,7 @@ class Step:
         self.program = validate(bind(order, workers=1))
         self.everyone: Axis = self.mesh.over("z", "data")
         self._courier: Courier = self.placed.seats or Exchange(self.everyone, self.device)
+        self._under_way = False
         self._machine = Inline({"forward": self._forward, "backward": self._backward, "update": self._update})
 
     def run(self, number: int, batch: Batch, *, stop: bool) -> StepResult:
@@ -89,8 +91,14 @@ class Step:
         self.ledger.begin(number)
         self._number, self._batch, self._stop = number, batch, stop
         self._sums, self._output = _Sums(), None
+        self._divided = self.divisor or float(batch.rows)
+        if self._under_way:
+            self.rule.finish()
+            self.placed.abandon()
         self.placed.begin()
+        self._under_way = True
         timeline = drive(self.program, self._machine)
+        self._under_way = False
         if self.ledger.recording:
             self.ledger.spans += timeline.spans()
         whole, seconds = self._whole, time.perf_counter() - began
@@ -120,12 +128,14 @@ class Step:
         if last:
             digest = float(self.mesh.digest())
             self._courier.give(Tally(self._sums.loss, self._sums.count, digest, float(self._stop)))
-        self.placed.backward(output, 1.0 / self.divisor, last=last)
+        if output.itemsize < 4:  # 1 / count would be rounded
+            self._divided = 1.0
+        self.placed.backward(output, 1.0 / self._divided, last=last)
 
     def _update(self, action: Action) -> None:
         self.rule.finish()
         whole = agreed(self._number, [Tally(*numbers) for numbers in self._courier.take()])
-        factor = self.divisor / whole.counted
+        factor = self._divided / whole.counted
         gradient_norm = self._norm(factor)
         if gradient_norm is not None:
             factor *= norm.coefficient(gradient_norm, self.optimizer.options.clip)

@@ -81,7 +81,7 @@ def agreed(step: int, tallies: Sequence[Tally]) -> Tally:
     """The global sums, once it is certain that all ranks did the same and that the numbers are numbers.
 
     Raises:
-        StepError: ranks ran other collectives than the rest, a loss is not finite, or nothing counted.
+        StepError: ranks ran other collectives than the rest, a loss or count is not finite, or nothing counted.
     """
     digests = [tally.digest for tally in tallies]
     if len(set(digests)) > 1:
@@ -90,9 +90,10 @@ def agreed(step: int, tallies: Sequence[Tally]) -> Tally:
             f"step {step}: ranks {odd or list(range(len(digests)))} ran other collectives than the rest; "
             "expected every rank to run the same. Is there rank-dependent control flow in the model or the loss?"
         )
-    broken = [index for index, tally in enumerate(tallies) if not math.isfinite(tally.loss)]
-    if broken:
-        raise not_finite(step, "loss", broken)
+    for what in ("loss", "counted"):
+        broken = [index for index, tally in enumerate(tallies) if not math.isfinite(getattr(tally, what))]
+        if broken:
+            raise not_finite(step, "loss" if what == "loss" else "loss's count", broken)
     loss, count = math.fsum(tally.loss for tally in tallies), math.fsum(tally.counted for tally in tallies)
     if count == 0:
         raise StepError(f"step {step}: no token counted on any rank; every target is ignored in this batch")
@@ -102,6 +103,6 @@ def agreed(step: int, tallies: Sequence[Tally]) -> Tally:
 def not_finite(step: int, what: str, ranks: Sequence[int]) -> StepError:
     """The words for a loss or gradient that is not finite."""
     return StepError(
-        f"step {step}: the {what} is not finite on rank {', '.join(map(str, ranks))}; nothing was updated. "
+        f"step {step}: the {what} is not finite on rank {', '.join(map(str, ranks))}; no weight was updated. "
         "Lower optimizer.lr, set optimizer.clip, or look at this step's batch"
     )
