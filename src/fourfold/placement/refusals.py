@@ -18,7 +18,7 @@ class PlacementError(ValueError):
 
 
 def refuse(model: nn.Module, anatomy: Anatomy, *, ranks: int) -> None:
-    """Refuse weights that an arena cannot hold, and statistics that nobody could take over several ranks.
+    """Refuse weights that an arena cannot hold, and randomness and statistics that nobody could repeat or share.
 
     Args:
         model: the plain model.
@@ -26,9 +26,10 @@ def refuse(model: nn.Module, anatomy: Anatomy, *, ranks: int) -> None:
         ranks: how many compute rows of one batch.
 
     Raises:
-        PlacementError: a weight that is not a real floating-point tensor; on several ranks, statistics over the rows
-            of a batch that are taken elsewhere than in torch's batch norms, and settings of torch's modules by which a
-            weight, a gradient or a buffer depends on which rows a rank computes; on any, sparse gradients.
+        PlacementError: a weight that is not a real floating-point tensor; a dropout or a batch norm inside a
+            checkpoint of the model's own; sparse gradients; on several ranks, statistics over the rows of a batch that
+            are taken elsewhere than in torch's batch norms, and settings of torch's modules by which a weight, a
+            gradient or a buffer depends on which rows a rank computes.
     """
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
@@ -41,6 +42,19 @@ def refuse(model: nn.Module, anatomy: Anatomy, *, ranks: int) -> None:
             raise PlacementError(f"{path or type(model).__name__} is a {type(module).__name__} with {odd}")
     if ranks > 1:
         _refuse_statistics(model, anatomy, ranks)
+    if anatomy.repeated:
+        _refuse_own_checkpoints(model, anatomy)
+
+
+def _refuse_own_checkpoints(model: nn.Module, anatomy: Anatomy) -> None:
+    """Backward would run them again outside of the scopes that masks and statistics are drawn in: wrong gradients."""
+    first, *others = (path or type(model).__name__ for path in anatomy.repeated)
+    raise PlacementError(
+        f"the model checkpoints itself (torch.utils.checkpoint) in {first}"
+        f"{f' and {len(others)} more' if others else ''}, where it drops out or takes statistics of the batch; run "
+        "again in backward, these would not be what they were. Turn that off (model.gradient_checkpointing_disable() "
+        "in transformers) and set plan.placement.recompute: full, which does the same"
+    )
 
 
 def _odd_setting(module: nn.Module, ranks: int) -> str | None:
