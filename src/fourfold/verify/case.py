@@ -175,7 +175,7 @@ class References:
         # Statistics of batch norms belong to a micro-batch: the reference takes the same micro-batches, and no others.
         scoped = bool(run.placed.anatomy.batch_norms)
         self.pieces = (case.microbatches, case.microbatches) if scoped else (1, case.parts)
-        self.divisor = 1.0
+        self.divisor: float | None = None
         self.whole, self.cut = (
             Serial(
                 case.plain(),
@@ -196,7 +196,7 @@ class References:
         asked = self.case.batch(number)
         batch = asked(range(asked.rows))
         whole = self.whole.step(number, batch, self.pieces[0])
-        cut = self.cut.step(number, batch, self.pieces[1], self.divisor)
+        cut = self.cut.step(number, batch, self.pieces[1], self.divisor or float(asked.rows))
         self.divisor = whole.count
         return StepEvidence(
             number,
