@@ -21,6 +21,7 @@ from fourfold.placement.layout import Layout
 from fourfold.placement.membership import Group, Members, members
 from fourfold.placement.piece import Piece
 from fourfold.placement.precision import Precision
+from fourfold.placement.reach import reached
 from fourfold.placement.refusals import reads_explained, refuse
 from fourfold.placement.seats import Seats, room
 from fourfold.placement.state import answer_state_dict, write_loaded_state
@@ -59,6 +60,7 @@ class Placed:
         self.seats = _seats(units, mesh)
         self._outer: list[Unit] = []
         self._inner: list[Unit] = []
+        self._reached: list[Unit] = []
         self.statistics: batch_norm.Scope | None = None
         narrow = units[0].arena.precision.compute.itemsize < 4  # torch's own wants weights in float32 then
         if options.world > 1 or options.recompute == "full" or narrow:
@@ -133,7 +135,10 @@ class Placed:
         itemsize = torch.empty(0, dtype=self.units[0].arena.precision.message).element_size()
         kept = self._inner[-1] if self._inner else None
         shipments = [
-            traffic.Shipment(unit.arena.layout, last=unit is kept, outer=unit in self._outer) for unit in self.units
+            traffic.Shipment(
+                unit.arena.layout, last=unit is kept, outer=unit in self._outer, reached=unit in self._reached
+            )
+            for unit in self.units
         ]
         about: dict[str, Any] = {"shard": self.options.shard, "microbatches": microbatches, "ledger": ledger}
         traffic.weights(shipments, parts, itemsize=itemsize, **about)
@@ -272,11 +277,15 @@ def _wrap_blocks(placed: Placed, sorted_: list[Members]) -> None:
     """Take over the blocks' forwards; what has no block is brought in around the whole forward."""
     modules = dict(placed.model.named_modules())
     homes: dict[str, tuple[Unit, bool, bool]] = {}
+    trained = (name for name, weight in placed.model.named_parameters() if weight.requires_grad)
+    comes_to = reached(placed.anatomy, trained)
     for unit, member in zip(placed.units, sorted_, strict=True):
         if member.outer:
             placed._outer.append(unit)
         if member.blocks:
             placed._inner.append(unit)
+        if not comes_to.isdisjoint(member.blocks):
+            placed._reached.append(unit)
         for path in member.blocks:
             homes[path] = unit, path == member.blocks[0], path == member.blocks[-1]
     for path in placed.anatomy.blocks:
@@ -294,14 +303,15 @@ def _wrap_blocks(placed: Placed, sorted_: list[Members]) -> None:
             last=last,
         )
         if unit in placed._inner:
-            block.neighbours = _neighbours(placed._inner, unit, ahead=placed.options.overlap)
+            block.neighbours = _neighbours(placed, unit)
             block.keep = unit is placed._inner[-1]
         placed.blocks.append(block)
 
 
-def _neighbours(inner: list[Unit], unit: Unit, *, ahead: bool) -> Neighbours:
+def _neighbours(placed: Placed, unit: Unit) -> Neighbours:
+    inner, ahead = placed._inner, placed.options.overlap
     at = inner.index(unit)
     return Neighbours(
-        before=inner[at - 1] if ahead and at > 0 else None,
+        before=inner[at - 1] if ahead and at > 0 and inner[at - 1] in placed._reached else None,
         after=inner[at + 1] if ahead and at + 1 < len(inner) else None,
     )

@@ -25,11 +25,18 @@ class Shipment:
         layout: its arena.
         last: it holds the last block: backward begins with it, so its weights are not gathered again.
         outer: it lies before or after the blocks: gathered once a micro-batch and kept through backward.
+        reached: backward comes to it; where it does not, nothing is gathered for it.
     """
 
     layout: Layout
     last: bool = False
     outer: bool = False
+    reached: bool = True
+
+    @property
+    def gathers(self) -> int:
+        """How often it is gathered in a micro-batch, where it does not rest whole: in forward, and for backward."""
+        return 2 if self.reached and not (self.last or self.outer) else 1
 
 
 def weights(
@@ -41,7 +48,7 @@ def weights(
         if axis == 1 or shard == "none":
             continue
         if shard == "parameters":
-            calls = microbatches * (1 if shipment.last or shipment.outer else 2)
+            calls = microbatches * shipment.gathers
             nbytes = formulas.all_gather(axis, layout.gathered * itemsize)
         else:
             calls = 1 if layout.trained else 0

@@ -33,7 +33,8 @@ def count(
     """
     last = max((place for parcel in parcels for place in parcel.places), default=None)
     shipments = [
-        traffic.Shipment(parcel.layout, last=last in parcel.places, outer=not parcel.places) for parcel in parcels
+        traffic.Shipment(parcel.layout, last=last in parcel.places, outer=not parcel.places, reached=parcel.reached)
+        for parcel in parcels
     ]
     placement = plan.placement
     chosen = plan.wire.gradient

@@ -191,7 +191,9 @@ class Clock:
 
     def _ahead(self, place: int, step: int) -> None:
         unit = self.home.get(place + step)
-        if self.placement.overlap and unit is not None and unit != self.home[place]:
+        if not self.placement.overlap or unit is None or unit == self.home[place]:
+            return
+        if step > 0 or self.parcels[unit].reached:
             self._gather(unit)
 
     def _gather(self, unit: int) -> None:

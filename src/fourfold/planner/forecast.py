@@ -8,6 +8,7 @@ from fourfold.anatomy import Anatomy, BatchNorm
 from fourfold.hardware import Cluster
 from fourfold.ledger import Ledger
 from fourfold.ledger.ledger import MEMORY
+from fourfold.placement.reach import reached
 from fourfold.placement.rows import share
 from fourfold.placement.traffic import Exchange, exchanges
 from fourfold.plan import Placement, Plan
@@ -86,7 +87,8 @@ def forecast(subject: Subject | Traces, cluster: Cluster, plan: Plan) -> Forecas
     tape = traces.tape(settings)
     places = {path: place for place, path in enumerate(tape.blocks)}
     apart = types.upcast or (placement.shard == "parameters" and placement.z > 1)
-    units = parcels(traces.units(placement.message, apart, types.message.itemsize), places, placement, types)
+    comes_to = reached(traces.anatomy, (name for name, _, trained in tape.weights if trained))
+    units = parcels(traces.units(placement.message, apart, types.message.itemsize), places, placement, types, comes_to)
     states = OPTIMIZER_STATES[traces.subject.optimizer]
     account = memory.Simulation(
         memory.Job(

@@ -54,6 +54,7 @@ class Parcel:
         resident: full weights rest on every rank.
         hold: gradients stay whole until the last micro-batch.
         outer: some of its weights lie before or after the blocks.
+        reached: backward comes to one of its blocks.
     """
 
     layout: Layout
@@ -64,6 +65,7 @@ class Parcel:
     resident: bool
     hold: bool
     outer: bool = False
+    reached: bool = True
 
     @property
     def shared(self) -> bool:
@@ -245,7 +247,7 @@ class Simulation:
         self._ready(unit)
         step = 1 if segment.phase == FORWARD else -1
         ahead = self.home.get(self._neighbour(segment.place, step))
-        if self.job.overlap and ahead is not None and ahead != unit:
+        if self.job.overlap and ahead is not None and ahead != unit and (step > 0 or self.job.parcels[ahead].reached):
             self._start(ahead)
 
     def _neighbour(self, place: int, step: int) -> int:

@@ -20,12 +20,17 @@ def precision(placement: Placement, cluster: Cluster) -> Precision:
     return Precision(torch.float32, torch.bfloat16, torch.bfloat16)
 
 
-def parcels(units: list[Any], places: dict[str, int], placement: Placement, types: Precision) -> tuple[Parcel, ...]:
+def parcels(
+    units: list[Any], places: dict[str, int], placement: Placement, types: Precision, reached: frozenset[str]
+) -> tuple[Parcel, ...]:
     """The units of `traces.Traces.units`, cut over z.
 
     Args:
         units: as [name, blocks, [weight, shape, group], outer].
         places: number of each block in execution order.
+        placement: that cuts them.
+        types: of their elements.
+        reached: blocks that backward comes to.
     """
     sharded = placement.shard == "parameters" and placement.z > 1
     return tuple(
@@ -38,6 +43,7 @@ def parcels(units: list[Any], places: dict[str, int], placement: Placement, type
             resident=not sharded,
             hold=placement.shard == "optimizer",
             outer=outer,
+            reached=not reached.isdisjoint(blocks),
         )
         for _, blocks, weights, outer in units
     )
