@@ -44,6 +44,17 @@ def names_of(step: Step) -> set[str]:
     return names
 
 
+def not_finite(placed: Placed) -> str | None:
+    """A trained weight of which this rank holds a NaN or an infinity, if there is one."""
+    for shard in placed.shards:
+        values = shard.parameter.detach()
+        if not values.isfinite().all():
+            for piece in shard.pieces:
+                if not values[piece.start : piece.stop].isfinite().all():
+                    return piece.name
+    return None
+
+
 def _weights(placed: Placed) -> Iterator[Box]:
     for unit in placed.units:
         for slot in unit.arena.layout.slots:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from fourfold.placement.rows import share
 from fourfold.plan import Events, Plan, Rule
 from fourfold.training import checkpoint
 from fourfold.training.batch import Batch, batch_of
-from fourfold.training.boxes import boxes_of, names_of, scalars_of, set_scalars
+from fourfold.training.boxes import boxes_of, names_of, not_finite, scalars_of, set_scalars
 from fourfold.training.checkpoint.state import encode
 from fourfold.training.evaluation import evaluating
 from fourfold.training.optimizer import Optimizer, OptimizerOptions, build, group_of
@@ -113,7 +113,8 @@ class Run:
         self._saving: checkpoint.Saving | None = None
         self._step: Step | None = None
         if example is not None:
-            self._place(dict(example))
+            asked = batch_of(example)
+            self._place(asked(range(asked.rows)))
 
     # ---- training
 
@@ -131,17 +132,33 @@ class Run:
         self.number += 1
         return result
 
-    def evaluate(self, batches: list[Batch]) -> float:
-        """Mean loss over batches, dropout off; the same on every rank."""
-        step = self._placed_on(batches[0])
+    def evaluate(self, batches: Sequence[Batch | Mapping[str, Tensor]]) -> float:
+        """Mean loss over batches, dropout off; the same on every rank.
+
+        Args:
+            batches: like those that `step` takes, at least one.
+
+        Raises:
+            RunError: no batch, or nothing counted in any.
+        """
+        asked = [batch_of(batch) for batch in batches]
+        if not asked:
+            raise RunError("evaluate: expected at least one batch, found none; leave it out")
+        step = self._placed_on(asked[0])
         self.ledger.begin(-1)
         sums = [0.0, 0.0]
         with evaluating(self.model):
-            for batch in batches:
+            for batch in asked:
                 total, count = self._evaluate_rows(step, batch)
                 sums[0], sums[1] = sums[0] + total, sums[1] + count
         ranks = step.everyone.collect(sums)
-        return sum(rank[0] for rank in ranks) / max(1.0, sum(rank[1] for rank in ranks))
+        counted = sum(rank[1] for rank in ranks)
+        if counted == 0:
+            raise RunError(
+                f"evaluate: expected something that counts in {len(asked)} batches, found a count of 0 on every rank; "
+                "is every target ignored?"
+            )
+        return sum(rank[0] for rank in ranks) / counted
 
     @torch.no_grad()
     def _evaluate_rows(self, step: Step, batch: Batch) -> tuple[float, float]:
@@ -210,11 +227,13 @@ class Run:
 
         Raises:
             CheckpointError: on the ranks that could not write; says why.
-            RunError: on the other ranks then; names those that could not.
+            RunError: on the other ranks then; names those that could not. Or a weight is no longer finite: nothing is
+                written then, and older checkpoints stay.
         """
         self.wait()
         path, step, rank = Path(folder), self._taken, self.world.rank
         with self._together("the checkpoint was not written"):
+            self._check_finite(path)
             state = self.state_dict() | {"extra": extra}
             encode(state)
         with self._together("the checkpoint was not written"):
@@ -275,6 +294,15 @@ class Run:
         with self._together("the checkpoint was not written"):
             if saving is not None:
                 saving.wait()
+
+    def _check_finite(self, folder: Path) -> None:
+        broken = not_finite(self._taken.placed)
+        if broken is not None:
+            raise RunError(
+                f"checkpoint of step {self.number}: expected finite weights, found NaN or infinity in {broken!r}; "
+                f"nothing was written. Go on from an older one in {folder}, with a lower optimizer.lr or with "
+                "optimizer.clip, which refuses a step whose gradient is not finite"
+            )
 
     @contextmanager
     def _together(self, outcome: str) -> Iterator[None]:
