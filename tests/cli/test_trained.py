@@ -43,6 +43,8 @@ def test_a_run_without_a_report_is_still_told(tmp_path: Path) -> None:
     found = Trained.of(TrainOutcome(tmp_path, "z 2", failed=True), "fourfold train a.yaml --resume")
     assert not found.ok
     assert "no report: " in found.text()
+    assert "nothing was saved before that\n" in found.text()
+    (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
     assert "to go on from what was saved: fourfold train a.yaml --resume\n" in found.text()
     assert found.to_dict()["report"]["ok"] is False
 

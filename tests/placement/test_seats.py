@@ -14,6 +14,8 @@ from torch import Tensor
 from fourfold import wire
 from fourfold.ledger import Ledger
 from fourfold.placement.seats import NUMBERS, Seats, parts, room
+from fourfold.training.run import parallelize
+from fourfold.wire.errors import RankFailed
 from plain import Work, gpt, on_threads
 
 NUMBER = st.floats(-1e30, 1e30).filter(lambda number: number == 0 or abs(number) > 1e-20)
@@ -76,3 +78,16 @@ def test_a_message_of_its_own_is_sent_only_where_no_gradient_takes_the_numbers(p
     control.pop("z", None)  # the gradient norm's
     others = plan["placement"].get("z", 1) * plan["placement"].get("data", 1) - 1
     assert list(control.values()) == ([] if rides else [others * NUMBERS * 8])
+
+
+@pytest.mark.parametrize("placement", [{"data": 2}, {"z": 2, "shard": "optimizer"}])
+def test_ranks_that_are_given_another_number_of_rows_are_told(placement: Any) -> None:
+    work = Work(gpt(), steps=1)
+
+    def body(world: wire.World) -> None:
+        run = parallelize(work.fresh(), work.loss, work.options, {"placement": placement}, world=world)
+        batch = work.batch(0)
+        run.step({name: tensor[: len(tensor) - world.rank] for name, tensor in batch.items()})
+
+    with pytest.raises(RankFailed, match="another number of rows"):
+        wire.threads.launch(2, body)

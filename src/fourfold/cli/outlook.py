@@ -42,7 +42,18 @@ def outlook(config: Config) -> Planned:
     given = Plan.of(config.plan) if isinstance(config.plan, dict) else None
     workers = given.world if given is not None else config.launch.workers
     if config.hardware != "here":
-        return Planned(plan(subject(config), Cluster.parse(config.hardware), given, world=workers))
+        cluster = Cluster.parse(config.hardware)
+        found = plan(subject(config), cluster, given, world=workers)
+        return Planned(replace(found, notes=(*found.notes, *_part(cluster, workers, given is not None))))
     count = workers or default_workers()
     found = plan(subject(config), here(count), given, world=workers)
     return Planned(replace(found, notes=(*found.notes, *crowded(count, config.launch.threads))))
+
+
+def _part(cluster: Cluster, workers: int | None, given: bool) -> tuple[str, ...]:
+    """Why devices are left over, if some are."""
+    devices = cluster.nodes * cluster.devices_per_node
+    if workers is None or workers >= devices:
+        return ()
+    reason = "the plan asks for no more" if given else "launch.workers says so; leave it out to use all"
+    return (f"{workers} of {devices} devices are used: {reason}",)

@@ -135,6 +135,6 @@ def _figures(forecast: Forecast) -> str:
     rate = forecast.ledger.notes["tokens"] / forecast.timing.total
     return (
         f"forecast: {forecast.timing.total:.3g} s a step ({forecast.low:.3g} to {forecast.high:.3g}), "
-        f"{rate:,.0f} tokens/s, {forecast.peak / 2**20:,.0f} MB a worker, "
-        f"{forecast.ledger.sent() / 2**20:,.1f} MB sent a step and worker"
+        f"{rate:,.0f} tokens/s, {forecast.peak / 2**20:,.0f} MiB a worker, "
+        f"{forecast.ledger.sent() / 2**20:,.1f} MiB sent a step and worker"
     )

@@ -57,7 +57,9 @@ class TrainOutcome:
         lines = []
         if self.failed:
             reason = str(self.failures[-1]) if self.failures else "the group of workers ended without a reason"
-            lines += [f"failed: {reason}", f"to go on from what was saved: {again}"]
+            saved = any(self.folder.glob("checkpoints/step-*"))
+            lines += [f"failed: {reason}"]
+            lines += [f"to go on from what was saved: {again}"] if saved else ["nothing was saved before that"]
         elif self.stopped:
             lines += [f"stopped after {self.taken} and saved; to go on: {again}"]
         else:

@@ -151,7 +151,7 @@ def measures(record: Record) -> str:
     if record.get("mfu") is not None:
         parts.append(f"MFU {record['mfu']:.0%}")
     if "memory" in record:
-        parts.append(f"{record['memory'] / 2**20:,.0f} MB")
+        parts.append(f"{record['memory'] / 2**20:,.0f} MiB")
     return "  ".join(parts)
 
 
@@ -167,8 +167,8 @@ def words(record: Record) -> str:
         return f"resumed at step {step} from {path}" if path else f"started again at step {step}"
     if kind == "note":
         return str(record["text"])
-    if kind == "sample":
-        return f"sample:\n{_printable(record['text'])}"
+    if kind == "end" and record.get("sample"):
+        return f"sample:\n{_printable(record['sample'])}"
     return ""
 
 

@@ -20,6 +20,7 @@ from fourfold.training.batch import Batch
 from fourfold.training.optimizer import Optimizer
 from fourfold.training.tally import Courier, Exchange, Tally, agreed, not_finite
 from fourfold.wire import Axis, Mesh, formulas
+from fourfold.wire.axis import DIGEST_BITS
 
 Loss = Callable[[nn.Module, dict[str, Tensor]], tuple[Tensor, Tensor | int]]
 """`loss(model, batch) -> (sum, count)`: calls the model itself, sums over tokens or rows, says how many there were."""
@@ -126,7 +127,7 @@ class Step:
         assert output is not None
         last = action.microbatches.stop == self.microbatches
         if last:
-            digest = float(self.mesh.digest())
+            digest = float((self.mesh.digest() + self._batch.rows) % 2**DIGEST_BITS)
             self._courier.give(Tally(self._sums.loss, self._sums.count, digest, float(self._stop)))
         if output.itemsize < 4:  # 1 / count would be rounded
             self._divided = 1.0

@@ -23,7 +23,7 @@ class Tally(NamedTuple):
 
     Attributes:
         loss, counted: sums over the rank's rows.
-        digest: of the collectives that it issued; an integer of at most 52 bits.
+        digest: of the collectives that it issued and the rows of its batch; an integer of at most 52 bits.
         stop: 1.0 where the rank wishes to stop.
     """
 
@@ -87,8 +87,9 @@ def agreed(step: int, tallies: Sequence[Tally]) -> Tally:
     if len(set(digests)) > 1:
         odd = [index for index, digest in enumerate(digests) if digests.count(digest) <= len(digests) // 2]
         raise StepError(
-            f"step {step}: ranks {odd or list(range(len(digests)))} ran other collectives than the rest; "
-            "expected every rank to run the same. Is there rank-dependent control flow in the model or the loss?"
+            f"step {step}: ranks {odd or list(range(len(digests)))} ran other collectives than the rest, or were given "
+            "another number of rows; expected the same on every rank. Is the batch the whole one and no rank's share? "
+            "Is there rank-dependent control flow in the model or the loss?"
         )
     for what in ("loss", "counted"):
         broken = [index for index, tally in enumerate(tallies) if not math.isfinite(getattr(tally, what))]

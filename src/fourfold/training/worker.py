@@ -89,7 +89,11 @@ class Rank:
         screens = list(self.screens)
         if tensorboard.wanted(config.run.tensorboard):
             screens.append(tensorboard.Tensorboard(self.folder.path / "tensorboard", resumed=run.number))
+        again = self.folder.journal.exists()
         recorder = Recorder(trainer.open_journal(self.folder, run.number, path), screens)
+        if again:  # opening the journal has recorded it
+            for screen in self.screens:
+                screen.show({"kind": "resume", "step": run.number, "path": path})
         parameters = sum(slot.numel for unit in run.placed.units for slot in unit.arena.layout.slots)
         inexact = run.placed.anatomy.inexact
         recorder.write(

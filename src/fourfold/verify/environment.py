@@ -148,7 +148,9 @@ def _orphans() -> Iterator[tuple[int, float]]:
 def _shared_files() -> Iterator[Path]:
     for folder in {Path(tempfile.gettempdir()), Path("/dev/shm")}:
         if folder.is_dir():
-            yield from sorted(folder.glob("fourfold-*"))
+            # Tracebacks that a person was pointed to are kept on purpose.
+            kept = set(folder.glob("fourfold-traceback-*"))
+            yield from sorted(set(folder.glob("fourfold-*")) - kept)
 
 
 def _held(path: Path) -> bool:

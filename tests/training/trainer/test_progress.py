@@ -10,7 +10,7 @@ STEP = {"kind": "step", "loss": 2.34567, "tokens_per_second": 12345.6, "mfu": 0.
 
 
 def test_the_measures_of_a_step_on_one_line():
-    assert measures(STEP) == "loss 2.3457  12,346 tokens/s  MFU 51%  300 MB"
+    assert measures(STEP) == "loss 2.3457  12,346 tokens/s  MFU 51%  300 MiB"
     assert measures({"loss": 1.0, "mfu": None}) == "loss 1.0000"
 
 
@@ -33,7 +33,7 @@ def test_other_records_are_told_in_words():
     assert words({"kind": "checkpoint", "step": 5, "path": "runs/a"}) == "step 5  saved runs/a"
     assert words({"kind": "resume", "step": 5, "path": "runs/a"}) == "resumed at step 5 from runs/a"
     assert words({"kind": "resume", "step": 0, "path": None}) == "started again at step 0"
-    assert words({"kind": "sample", "step": 5, "text": "def f"}) == "sample:\ndef f"
+    assert words({"kind": "end", "step": 5, "sample": "def f"}) == "sample:\ndef f"
     assert words({"kind": "start", "step": 0}) == ""
 
 
@@ -59,10 +59,10 @@ def test_a_terminal_gets_a_bar_and_a_pipe_gets_lines():
     piped = io.StringIO()
     pipe = Console(file=piped, width=40)
     plain = screen(10, pipe)
-    plain.show({"kind": "sample", "step": 3, "text": "[not] markup " * 9})
+    plain.show({"kind": "end", "step": 3, "sample": "[not] markup " * 9})
     assert "[not] markup " * 9 in piped.getvalue()
 
 
 def test_control_characters_of_a_sample_never_reach_the_terminal():
-    shown = words({"kind": "sample", "step": 1, "text": "a\x1b[31mb\tc\nd\x00"})
+    shown = words({"kind": "end", "step": 1, "sample": "a\x1b[31mb\tc\nd\x00"})
     assert shown == "sample:\na\N{REPLACEMENT CHARACTER}[31mb\tc\nd\N{REPLACEMENT CHARACTER}"
