@@ -221,3 +221,71 @@ def test_bf16_is_within_its_bound_and_not_by_chance(placement):
     found = verdict(case({**placement, "precision": "bf16"}))
     assert not found.exact and found.ok, found.text()
     assert found.worst.error > found.allowed / 1000
+
+
+class Averaging(torch.nn.Module):
+    """Keeps a moving average of its features, which nothing tells other ranks of; `frozen` keeps it still."""
+
+    def __init__(self, rate=0.1):
+        super().__init__()
+        self.table, self.head, self.rate = torch.nn.Embedding(31, 16), torch.nn.Linear(16, 31), rate
+        self.register_buffer("average", torch.ones(16))
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        with torch.no_grad():
+            self.average.lerp_(x.mean((0, 1)), self.rate)
+        return self.head(x)
+
+
+def averaging(placement, rate=0.1, **settings):
+    base = case(placement, **settings)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        template = Averaging(rate).double()
+    return dataclasses.replace(
+        base, model=lambda: (copy.deepcopy(template), None), plain=lambda: copy.deepcopy(template)
+    )
+
+
+@pytest.mark.parametrize("placement", [{"data": 2}, {"z": 2, "shard": "parameters"}])
+def test_a_buffer_that_each_rank_keeps_of_its_own_rows_fails_by_name(placement):
+    found = verdict(averaging(placement))
+    assert found.agree and found.bytes_equal and not found.near and not found.ok
+    assert found.drifted == ("average",) and found.worst.layer == "buffer average"
+    assert "NOT EQUAL: ranks hold different values of the buffer average" in found.text()
+    assert found.to_dict()["verdict"].startswith("NOT EQUAL TO SERIAL: an exact plan differs: ")
+    assert "in buffer average, allowed" in found.to_dict()["verdict"]
+
+
+def test_a_plan_with_a_bound_does_not_excuse_buffers_that_drift():
+    found = verdict(averaging({"data": 2}, wire={"gradient": {"name": "bf16"}}))
+    assert found.near and found.drifted == ("average",) and not found.ok
+
+
+def test_a_buffer_passes_on_one_rank_and_where_it_stays_as_it_was():
+    alone = verdict(averaging({}))
+    assert alone.ok and alone.steps[-1].buffer.layer == "buffer average", alone.text()
+    still = verdict(averaging({"data": 2}, rate=0.0))
+    assert still.ok and still.steps[-1].buffer.layer == "" and "worst buffer" not in still.text()
+
+
+def test_running_statistics_of_batch_norm_are_held_against_serial(monkeypatch):
+    base = case({"z": 2, "shard": "parameters"})
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        template = Normed().double()
+    normed = dataclasses.replace(
+        base, model=lambda: (copy.deepcopy(template), None), plain=lambda: copy.deepcopy(template)
+    )
+    found = verdict(normed)
+    assert found.ok and found.steps[-1].buffer.layer.startswith("buffer norm.running_"), found.text()
+    original = training_step.Step._update
+
+    def update(self, action):
+        original(self, action)
+        self.placed.model.norm.running_var.mul_(1 + 1e-9)
+
+    monkeypatch.setattr(training_step.Step, "_update", update)
+    wrong = verdict(normed)
+    assert not wrong.drifted and not wrong.near and wrong.worst.layer == "buffer norm.running_var"

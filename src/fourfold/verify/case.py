@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +17,8 @@ from fourfold.training.batch import Batch
 from fourfold.training.optimizer import OptimizerOptions
 from fourfold.training.run import Run, parallelize
 from fourfold.training.step import Loss
-from fourfold.verify.measure import Distance, between, worst, worst_of_norms
+from fourfold.verify.buffers import Watch, digest
+from fourfold.verify.measure import Distance, between, worst, worst_buffer, worst_of_norms
 from fourfold.verify.serial import Serial, SerialStep, Types
 from fourfold.wire import World
 
@@ -70,6 +70,7 @@ class StepEvidence:
         rounding: the reference with its rows cut as the plan cuts them, and its losses divided where the step divides
             them, against the reference: what plain PyTorch itself differs by when it rounds in another order.
         addends: gradient error relative to the addends of its sum, in the norm.
+        buffer: of the floating buffers that training changes (running statistics): parallel against serial.
     """
 
     step: int
@@ -80,6 +81,7 @@ class StepEvidence:
     weight: Distance
     rounding: Distance
     addends: Distance
+    buffer: Distance = Distance()
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,9 @@ class Evidence:
     """What one rank saw. Only rank 0 holds steps.
 
     Attributes:
+        digest: of the weights after the last step.
         inexact: why the model's random numbers cannot be those of one process, one line each.
+        buffers: digest by name of the floating buffers that training changed, over all steps.
     """
 
     rank: int
@@ -111,6 +115,7 @@ class Evidence:
     moved: tuple[Moved, ...]
     digest: int
     inexact: tuple[str, ...]
+    buffers: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -124,7 +129,7 @@ class Evidence:
             Moved(one["rank"], one["step"], Flow(*one["flow"]), Traffic(**one["predicted"]), Traffic(**one["measured"]))
             for one in plain["moved"]
         )
-        return cls(plain["rank"], steps, moved, plain["digest"], tuple(plain["inexact"]))
+        return cls(plain["rank"], steps, moved, plain["digest"], tuple(plain["inexact"]), plain["buffers"])
 
 
 def _step_of(plain: dict[str, Any]) -> StepEvidence:
@@ -151,18 +156,18 @@ def examine(world: World, case: Case) -> Evidence:
         ledger=ledger,
     )
     reference = References(case, run) if world.rank == 0 else None
-    steps: list[StepEvidence] = []
+    watch, steps = Watch(run.model), list[StepEvidence]()
     for number in range(case.steps):
         result = run.step(case.batch(number))
         gradients, masters = run.logical_gradients(), run.logical_state()
+        watch.look()
         if reference is not None:
-            steps.append(reference.compare(number, result.loss, gradients, masters))
-    digest = 0
+            steps.append(reference.compare(number, result.loss, gradients, masters, watch))
+    weights_digest = 0
     for name, value in sorted(run.logical_state().items()):
-        data = value.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
-        digest = zlib.crc32(data, zlib.crc32(name.encode(), digest))
+        weights_digest = digest(value, digest(name, weights_digest))
     moved = tuple(_moved(run, case.steps))
-    return Evidence(world.rank, tuple(steps), moved, digest, run.placed.anatomy.inexact)
+    return Evidence(world.rank, tuple(steps), moved, weights_digest, run.placed.anatomy.inexact, watch.digests)
 
 
 class References:
@@ -188,11 +193,25 @@ class References:
             )
             for _ in range(2)
         )
+        self.watch = Watch(self.whole.model)
 
     def compare(
-        self, number: int, loss: float, gradients: dict[str, Tensor], masters: dict[str, Tensor]
+        self,
+        number: int,
+        loss: float,
+        gradients: dict[str, Tensor],
+        masters: dict[str, Tensor],
+        buffers: Watch,
     ) -> StepEvidence:
-        """Take the step on both references, and hold the parallel numbers against the first."""
+        """Take the step on both references, and hold the parallel numbers against the first.
+
+        Args:
+            number: of the step.
+            loss: mean loss of the parallel step.
+            gradients: of the parallel step, by name.
+            masters: weights after it, by name.
+            buffers: of the parallel run.
+        """
         asked = self.case.batch(number)
         batch = asked(range(asked.rows))
         whole = self.whole.step(number, batch, self.pieces[0])
@@ -207,7 +226,15 @@ class References:
             worst(_on_cpu(masters), self.whole.weights(), self.blocks),
             self._rounding(whole, cut),
             worst_of_norms(_on_cpu(gradients), whole.gradients, cut.magnitudes, self.blocks),
+            self._buffers(buffers),
         )
+
+    def _buffers(self, parallel: Watch) -> Distance:
+        """Those that either side has changed."""
+        self.watch.look()
+        mine, plain = _on_cpu(parallel.values()), self.watch.values()
+        names = (parallel.changed | self.watch.changed) & mine.keys() & plain.keys()
+        return worst_buffer({name: mine[name] for name in names}, {name: plain[name] for name in names})
 
     def _rounding(self, whole: SerialStep, cut: SerialStep) -> Distance:
         found = (

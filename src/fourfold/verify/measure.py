@@ -59,6 +59,17 @@ def worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], blocks: I
     )
 
 
+def worst_buffer(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Distance:
+    """The buffer that is furthest off, by its own name: max|a - b| / max|b|, with b all buffers of its module."""
+    distances = [
+        Distance(_ratio(_peak([found[name].double() - expected[name].double()]), scale), f"buffer {name}")
+        for names in _layers(expected, ()).values()
+        for scale in [_peak(expected[name].double() for name in names)]
+        for name in names
+    ]
+    return max(distances, key=lambda distance: distance.error, default=Distance())
+
+
 def worst_of_norms(
     found: Mapping[str, Tensor], expected: Mapping[str, Tensor], scale: Mapping[str, Tensor], blocks: Iterable[str] = ()
 ) -> Distance:

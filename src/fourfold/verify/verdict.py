@@ -33,6 +33,7 @@ class Verdict:
         ranks: how many there were.
         backend: what carried the messages.
         inexact: why the model's random numbers cannot be those of one process, one line each.
+        drifted: buffers that ranks hold different values of.
     """
 
     plan: Plan
@@ -42,13 +43,16 @@ class Verdict:
     ranks: int
     backend: str
     inexact: tuple[str, ...]
+    drifted: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, plan: Plan, evidence: Sequence[Evidence], backend: str) -> Verdict:
         """Put together what the ranks saw, in rank order."""
         moved = tuple(row for one in evidence for row in one.moved)
         agree = len({one.digest for one in evidence}) == 1
-        return cls(plan, evidence[0].steps, moved, agree, len(evidence), backend, evidence[0].inexact)
+        names = sorted({name for one in evidence for name in one.buffers})
+        drifted = tuple(name for name in names if len({one.buffers.get(name) for one in evidence}) > 1)
+        return cls(plan, evidence[0].steps, moved, agree, len(evidence), backend, evidence[0].inexact, drifted)
 
     @property
     def exact(self) -> bool:
@@ -72,7 +76,7 @@ class Verdict:
         """What is held against `allowed`."""
         if not self.exact:  # later steps start from other weights: only the first is bounded
             return self.steps[0].addends
-        found = [one for step in self.steps for one in (step.loss_error, step.gradient, step.weight)]
+        found = [one for step in self.steps for one in (step.loss_error, step.gradient, step.weight, step.buffer)]
         return max(found, key=lambda distance: distance.error)
 
     @property
@@ -93,7 +97,7 @@ class Verdict:
     @property
     def ok(self) -> bool:
         """Near enough, replicas agree, and bytes are as predicted."""
-        return self.near and self.agree and self.bytes_equal
+        return self.near and self.agree and not self.drifted and self.bytes_equal
 
     def text(self) -> str:
         """A screen for a person."""
@@ -114,6 +118,7 @@ class Verdict:
             "rounding": self.rounding,
             "near": self.near,
             "agree": self.agree,
+            "drifted": list(self.drifted),
             "bytes_equal": self.bytes_equal,
             "verdict": self._conclusion()[-1],
             "steps": [
@@ -126,6 +131,8 @@ class Verdict:
                     "gradient_layer": step.gradient.layer,
                     "weight_error": step.weight.error,
                     "weight_layer": step.weight.layer,
+                    "buffer_error": step.buffer.error,
+                    "buffer_layer": step.buffer.layer,
                 }
                 for step in self.steps
             ],
@@ -156,7 +163,9 @@ class Verdict:
         ]
 
     def _table(self) -> list[str]:
-        rows = [("step", "loss", "serial", "loss error", "worst gradient", "worst weight")]
+        buffers = any(step.buffer.layer for step in self.steps)
+        heads = ("step", "loss", "serial", "loss error", "worst gradient", "worst weight")
+        rows = [heads + ("worst buffer",) * buffers]
         rows += [
             (
                 str(step.step),
@@ -165,6 +174,7 @@ class Verdict:
                 f"{step.loss_error.error:.1e}",
                 str(step.gradient),
                 str(step.weight),
+                *((str(step.buffer),) if buffers else ()),
             )
             for step in self.steps
         ]
@@ -182,11 +192,22 @@ class Verdict:
             rows.append((str(row.rank), str(row.step), axis, kind, op, calls, predicted, measured, remark))
         return _aligned(rows)
 
+    def _likely(self) -> str:
+        if self.exact and self.worst.layer.startswith("buffer "):
+            return "a buffer that is made of a whole batch must be made of all ranks' rows, once a step"
+        return "if the model mixes rows, that is why"
+
     def _conclusion(self) -> list[str]:
         lines = []
         seen = "see what is not exact above" if self.inexact else ""
         if not self.agree:
             lines.append("ranks hold different weights: replicas have drifted apart")
+        if self.drifted:
+            lines.append(
+                f"NOT EQUAL: ranks hold different values of the buffer{'s'[: len(self.drifted) > 1]} "
+                f"{', '.join(self.drifted)}: each notes the rows that it computes; "
+                "gather what the buffer is made of over the ranks (as batch norm is), or keep it out of the model"
+            )
         if not self.bytes_equal:
             lines.append("bytes moved are not the bytes predicted")
         if not self.decided:
@@ -197,8 +218,7 @@ class Verdict:
         elif not self.near:
             what = "an exact plan differs" if self.exact else "beyond its bound"
             lines.append(
-                f"NOT EQUAL TO SERIAL: {what}: {self.worst}, allowed {self.allowed:.1e}; "
-                + (seen or "if the model mixes rows, that is why")
+                f"NOT EQUAL TO SERIAL: {what}: {self.worst}, allowed {self.allowed:.1e}; " + (seen or self._likely())
             )
         elif self.exact:
             lines.append(f"equal to serial: worst difference {self.worst}, allowed {self.allowed:.1e}")
