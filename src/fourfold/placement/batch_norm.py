@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 import fourfold.wire.ops  # noqa: F401 (registers fourfold::sum_identity)
 from fourfold.anatomy import BATCH_NORMS
+from fourfold.placement.uncopied import Uncopied
 from fourfold.wire import Axis
 from fourfold.wire.axis import axis_of
 
@@ -48,7 +49,7 @@ class Scope:
         self.counts = True
 
 
-class BatchNorm:
+class BatchNorm(Uncopied):
     """Takes over one module's forward: what it asks of `F.batch_norm`, it gets over all ranks.
 
     The module's own code runs, a subclass's too: it keeps its checks, its momentum and its count of batches.

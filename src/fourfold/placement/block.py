@@ -20,6 +20,7 @@ from fourfold import randomness
 from fourfold.placement.batch_norm import moved_once
 from fourfold.placement.departures import Departures
 from fourfold.placement.selective import recompute_attention
+from fourfold.placement.uncopied import Uncopied
 from fourfold.placement.unit import Unit
 
 
@@ -35,7 +36,7 @@ class Neighbours:
     after: Unit | None
 
 
-class Block:
+class Block(Uncopied):
     """Wraps one block's forward: gather, compute, free; in backward gather again, and free when backward leaves.
 
     Recompute wraps the gathering, not the other way round: what is computed again gathers its weights again.

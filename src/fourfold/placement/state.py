@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from fourfold.placement.layout import Slot
 from fourfold.placement.refusals import PlacementError
+from fourfold.placement.uncopied import Uncopied
 from fourfold.placement.unit import Unit
 from fourfold.torch_private import take_assign
 
@@ -25,7 +27,7 @@ def answer_state_dict(model: nn.Module, units: Sequence[Unit]) -> None:
             _Answer(under).attach(module)
 
 
-class _Answer:
+class _Answer(Uncopied):
     """The hooks of one module around its `state_dict`."""
 
     def __init__(self, units: Sequence[Unit]):
@@ -35,7 +37,7 @@ class _Answer:
     def attach(self, module: nn.Module) -> None:
         module.register_state_dict_pre_hook(self._gather)
         # torch marks the hook with an attribute, which a bound method would not take.
-        module.register_state_dict_post_hook(lambda *about: self._copy(*about))
+        module.register_state_dict_post_hook(partial(self._copy))
 
     def _gather(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         stack = ExitStack()
@@ -62,7 +64,7 @@ def write_loaded_state(model: nn.Module, units: Sequence[Unit]) -> None:
         module.register_load_state_dict_post_hook(loading.finish)
 
 
-class _Loading:
+class _Loading(Uncopied):
     """The hooks of all modules around a `load_state_dict` of any of them.
 
     Torch then also copies into the parameters, which is needless but must find room: they get it, and lose it again.
