@@ -35,12 +35,27 @@ class Model(nn.Module):
         self.attention = nn.MultiheadAttention(8, 2, dropout=0.1)
         self.lstm = nn.LSTM(8, 8, num_layers=2, dropout=0.1)
 
+    def order(self, x: Tensor) -> Tensor:
+        """Time × rows, as indices of rows × time."""
+        return torch.arange(x[..., 0].numel()).view(x.shape[:2]).t().reshape(-1)
+
     def forward(self, x: Tensor) -> Tensor:
         return self.function(self, x)
 
 
 def surveyed(function: Callable, batch: dict[str, Tensor] | None = None) -> Anatomy:
     return survey(Model(function), total, batch or {"x": torch.randn(2, 5, 8, generator=torch.Generator())})
+
+
+def inverse(order: Tensor) -> Tensor:
+    result = torch.empty_like(order)
+    result[order] = torch.arange(len(order))
+    return result
+
+
+def unsorted(x: Tensor, back: Callable[[Tensor], Tensor]) -> Tensor:
+    order = x[:, 0, 0].argsort()
+    return (x[order // 1] * 2)[back(order)]
 
 
 CASES: dict[str, tuple[Callable, Layout | None]] = {
@@ -62,6 +77,40 @@ CASES: dict[str, tuple[Callable, Layout | None]] = {
     "rows among themselves": (lambda m, x: drop(x[:, 0] @ x[:, 0].t()), APART),
     "a prefix before the rows": (lambda m, x: drop(torch.cat([x.new_zeros(3, 5, 8), x])), APART),
     "by value": (lambda m, x: drop(x[x[..., 0] > 0]), APART),
+    "positions of 22": (lambda m, x: x + drop(x.new_ones(22, 8))[:5], SHARED),
+    "sorted": (lambda m, x: drop(x[x[:, 0, 0].argsort()]), APART),
+    "sorted, later": (lambda m, x: m.linear(drop(m.linear(x[x[:, 0, 0].argsort()]) + 1)), APART),
+    "sorted and put back": (
+        lambda m, x: drop(torch.zeros_like(x).index_add_(0, x[:, 0, 0].argsort(), x[x[:, 0, 0].argsort()])),
+        None,
+    ),
+    "sorted and unsorted": (lambda m, x: drop(unsorted(x, lambda order: order.argsort())), None),
+    "sorted and unsorted, as grouped experts do": (lambda m, x: drop(unsorted(x, inverse)), None),
+    "sorted twice": (lambda m, x: drop(unsorted(x, lambda order: order)), APART),
+    "dropped while sorted": (lambda m, x: drop(x[x[:, 0, 0].argsort()])[x[:, 0, 0].argsort().argsort()], APART),
+    "put by index": (lambda m, x: drop(torch.zeros_like(x).index_copy_(0, x[:, 0, 0].argsort(), x)), APART),
+    "flipped rows": (lambda m, x: drop(x.flip(0)), APART),
+    "flipped time": (lambda m, x: drop(x.flip(1)), None),
+    "rolled rows": (lambda m, x: drop(x.roll(1, 0)), APART),
+    "rolled time": (lambda m, x: drop(x.roll(1, 1)), None),
+    "gathered rows": (lambda m, x: drop(x.gather(0, x.argsort(0))), APART),
+    "gathered time": (lambda m, x: drop(x.gather(1, x.argsort(1))), None),
+    "sorted values": (lambda m, x: drop(x.sort(0).values), APART),
+    "selected": (lambda m, x: drop(x.reshape(-1, 8).index_select(0, m.order(x))), APART),
+    "selected by a view": (
+        lambda m, x: drop(x.reshape(-1, 8)[torch.arange(x[..., 0].numel()).view(x.shape[:2]).t()]),
+        APART,
+    ),
+    "strided": (lambda m, x: drop(x.as_strided((5, len(x), 8), (8, 40, 1))), APART),
+    "unpadded": (lambda m, x: drop(x[x[..., 0] != 0]), APART),
+    "masked": (lambda m, x: drop(x.masked_select(x != 0)), APART),
+    "rearranged, channels": (lambda m, x: F.dropout1d(x.flip(0), 0.2), APART),
+    "rearranged, attention": (lambda m, x: F.scaled_dot_product_attention(*[x.flip(0)] * 3, dropout_p=0.1), APART),
+    "last of each row": (lambda m, x: drop(x[torch.arange(len(x)), x[..., 0].argmax(-1)]), None),
+    "a table": (lambda m, x: drop(m.linear.weight[x[..., 0].long() % 8]), None),
+    "another tensor": (lambda m, x: drop(x) + x.flip(0), None),
+    "a sum": (lambda m, x: drop(x * x.flip(0).sum()), None),
+    "a mask": (lambda m, x: drop(x.masked_fill(x[:, :, :1].flip(0) > 0, 0.0)), None),
     "channels": (lambda m, x: F.dropout2d(x.view(-1, 5, 2, 4)), None),
     "attention": (lambda m, x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1), None),
     "attention, time first": (lambda m, x: m.attention(*[x.transpose(0, 1)] * 3, need_weights=False)[0], None),
@@ -87,7 +136,7 @@ def test_what_cannot_be_told_is_named_with_module_site_and_shapes():
     model.inner = Inner()
     (line,) = survey(model, total, {"x": torch.zeros(2, 5, 8)}).inexact
     assert line.startswith("inner drops out (site #0): its tensor is no whole number of entries of one dim a row")
-    assert "(11, 11) for 11 rows, (22, 22) for 22 rows" in line
+    assert "(1009, 1009) for 1009 rows, (2018, 2018) for 2018 rows" in line
 
 
 def test_sites_are_named_as_in_training():

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fourfold.anatomy import survey
 from fourfold.randomness import Position, at, inside
 
 
@@ -72,3 +73,23 @@ def _recomputed(forward, reentrant: bool):
         return checkpoint(lambda *a: forward(*a, **kwargs), *args, use_reentrant=reentrant, preserve_rng_state=False)
 
     return call
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_no_stock_model_is_taken_to_rearrange_rows(architecture, padded: bool):
+    """They look up positions, gather token types and put experts' results back; none of that disturbs a mask."""
+    batch = dict(architecture.batch())
+    if padded and architecture.name != "vit":
+        batch["mask"] = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+
+    def loss(model: nn.Module, batch):
+        if "mask" not in batch:
+            return architecture.loss(model, batch)
+        return model(input_ids=batch["inputs"], attention_mask=batch["mask"]).logits.sum(), 1
+
+    model = architecture.build().train()
+    anatomy = survey(model, loss, batch)
+    assert anatomy.dropouts and anatomy.layouts == {} and anatomy.inexact == ()
+    if architecture.name == "mixtral":
+        model.set_experts_implementation("grouped_mm")
+        assert survey(model, loss, batch).inexact == ()

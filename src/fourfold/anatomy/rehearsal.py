@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fourfold.anatomy.blocks import Call, Calls
+from fourfold.anatomy.rearranged import Place, Rearrangements
 from fourfold.randomness import Streams
 from fourfold.torch_private import inside_checkpoint
 
@@ -37,12 +38,14 @@ class Seen(NamedTuple):
         clock: of the calls, at that time.
         moved: how often rows had been moved by then.
         shape: of the tensor that is dropped from.
+        rearranged: what put the entries of that tensor in an order of its own.
     """
 
     module: str
     clock: int
     moved: int
     shape: Shape
+    rearranged: frozenset[Place] = frozenset()
 
 
 class Rehearsal(Streams):
@@ -52,6 +55,7 @@ class Rehearsal(Streams):
         seen: the draws, in order.
         repeated: modules that draw inside a `torch.utils.checkpoint` of the model's own.
         moves: what moved rows, by module and ordinal in it, in order; a `Watch` notes them.
+        rearrangements: what put entries in an order of its own; a `Watch` notes them.
         running: the function that the model's own code has called; None between calls.
     """
 
@@ -60,8 +64,10 @@ class Rehearsal(Streams):
         self.calls = calls
         self.seen: list[Seen] = []
         self.repeated: set[str] = set()
-        self.moves: dict[tuple[str, int], Move] = {}
+        self.moves: dict[Place, Move] = {}
+        self.rearrangements = Rearrangements()
         self.running: Callable | None = None
+        self._operands: Any = ()
 
     def draw(self, x: Tensor, p: float) -> Tensor:
         """Note the draw; a copy of `x`."""
@@ -70,12 +76,13 @@ class Rehearsal(Streams):
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         outer, self.running = self.running, func
+        operands, self._operands = self._operands, args[:3] or kwargs  # of attention: without its mask
         try:
             if func is F.scaled_dot_product_attention:
                 return self._attention(*args, **(kwargs or {}))
             return super().__torch_function__(func, types, args, kwargs)
         finally:
-            self.running = outer
+            self.running, self._operands = outer, operands
 
     def _attention(
         self,
@@ -100,7 +107,8 @@ class Rehearsal(Streams):
     def _note(self, shape: Sequence[int]) -> None:
         if inside_checkpoint():
             self.repeated.add(self.calls.inside)
-        self.seen.append(Seen(self.calls.inside, self.calls.clock, len(self.moves), tuple(shape)))
+        rearranged = self.rearrangements.of(self._operands)
+        self.seen.append(Seen(self.calls.inside, self.calls.clock, len(self.moves), tuple(shape), rearranged))
 
 
 def sites(seen: list[Seen], done: list[Call], blocks: Collection[str]) -> dict[str, Seen]:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from itertools import count
-from math import prod
+from math import isqrt, prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fourfold.anatomy.blocks import Calls
+from fourfold.anatomy.rearranged import Place, Rearrangement
 from fourfold.anatomy.rehearsal import Move, Rehearsal, Seen, Shape, sites
 from fourfold.anatomy.twin import Twin
 from fourfold.anatomy.watch import Watch
@@ -30,16 +31,18 @@ APART, SHARED = Layout(0, "apart"), Layout(0, "shared")
 
 
 class Forward(NamedTuple):
-    """One forward: the number of rows, its dropouts by site, the operations that move rows."""
+    """One forward: the number of rows, its dropouts by site, the operations that move rows or rearrange entries."""
 
     rows: int
     sites: Mapping[str, Seen]
-    moves: Mapping[tuple[str, int], Move]
+    moves: Mapping[Place, Move]
+    rearranged: Mapping[Place, Rearrangement]
 
     @classmethod
     def of(cls, rows: int, rehearsal: Rehearsal, blocks: Collection[str]) -> Forward:
         """What was noted during a forward; `blocks` are the paths of the blocks."""
-        return cls(rows, sites(rehearsal.seen, rehearsal.calls.done, blocks), rehearsal.moves)
+        named = sites(rehearsal.seen, rehearsal.calls.done, blocks)
+        return cls(rows, named, rehearsal.moves, rehearsal.rearrangements.found)
 
 
 class Rows(NamedTuple):
@@ -68,19 +71,29 @@ def rows_of(batch: Mapping[str, Tensor]) -> int:
 
 
 def with_telling_rows(attempt: Twin) -> Twin:
-    """The twin with a batch of as many rows as a prime that divides no other size; if it has values, as it is."""
+    """The twin with a batch of as many rows as a prime that divides no other size; if it has values, as it is.
+
+    The prime is larger than every size of the batch and than 1000, since tensors without values cost nothing: a size
+    that the model makes up itself (a table of 22 positions) is then hardly taken for rows. It is no larger than that,
+    for a model may loop over its rows.
+    """
     rows = rows_of(attempt.batch)
     if attempt.kind == "real" or not rows:
         return attempt
     weights = (*attempt.model.parameters(), *attempt.model.buffers())
     sizes = {size for weight in weights for size in weight.shape}
-    sizes |= {size for tensor in attempt.batch.values() for size in tensor.shape if size != rows}
-    prime = next(p for p in count(11) if all(p % q for q in range(2, p)) and all(size % p for size in sizes if size))
+    given = {size for tensor in attempt.batch.values() for size in tensor.shape}
+    above = count(max(1000, *given) + 1)
+    prime = next(p for p in above if _is_prime(p) and all(size % p for size in sizes | given if size))
     batch = {
         name: tensor.new_empty((prime, *tensor.shape[1:])) if tensor.dim() and len(tensor) == rows else tensor
         for name, tensor in attempt.batch.items()
     }
     return attempt._replace(batch=batch)
+
+
+def _is_prime(number: int) -> bool:
+    return all(number % factor for factor in range(2, isqrt(number) + 1))
 
 
 def find(
@@ -127,7 +140,10 @@ def _foreseen(first: Forward) -> Forward:
         place: move._replace(operands=tuple(map(grown, move.operands)), result=grown(move.result))
         for place, move in first.moves.items()
     }
-    return Forward(2 * first.rows, seen, moves)
+    rearranged = {
+        place: one._replace(along=grown(one.along), moved=grown(one.moved)) for place, one in first.rearranged.items()
+    }
+    return Forward(2 * first.rows, seen, moves, rearranged)
 
 
 def _twice(tensor: Tensor, rows: int) -> Tensor:
@@ -150,11 +166,24 @@ def compare(first: Forward, second: Forward) -> Rows:
         else:
             orders.learn(one.moved)
             layout, why = orders.layout(one.shape, two.shape)
+            places = [place for place in one.rearranged | two.rearranged if _moves_rows(place, first, second)]
+            if places:
+                module, ordinal = min(places)
+                seen = first.rearranged.get((module, ordinal)) or second.rearranged[module, ordinal]
+                layout, why = APART, f"rows were rearranged by {seen.kind} in {module or 'the model'}"
         if layout != FIRST:
             layouts[site] = layout
         if why:
             unknown.append(f"{(one or two).module or 'the model'} drops out (site {site}): {why}")  # type: ignore[union-attr]
     return Rows(layouts, tuple(unknown))
+
+
+def _moves_rows(place: Place, first: Forward, second: Forward) -> bool:
+    """What an operator rearranges grows with the rows, or it ran in one of the forwards only."""
+    one, two = first.rearranged.get(place), second.rearranged.get(place)
+    if one is None or two is None or one.kind != two.kind:
+        return True
+    return one.along != two.along and one.moved != two.moved
 
 
 class _Orders:

@@ -55,6 +55,7 @@ class Watch(dispatch_mode()):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        self.rehearsal.rearrangements.see(func, args, kwargs, result, self.calls.inside)
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
             name = getattr(self.rehearsal.running, "__name__", None) or func._schema.name.partition("::")[2]
             self._random.append((RandomCall(self.calls.inside, name), result))
