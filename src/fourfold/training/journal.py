@@ -15,6 +15,10 @@ from typing import Any, BinaryIO
 Record = dict[str, Any]
 
 
+class JournalError(ValueError):
+    """A line that no run has written: says which, what it holds, and what to try."""
+
+
 class Journal:
     """The writing end. A record reaches the file at once, and the disk when a checkpoint does."""
 
@@ -41,8 +45,12 @@ class Journal:
 
 
 def read(path: Path) -> list[Record]:
-    """All records; a torn last line (the writer was killed) is left out."""
-    return list(_records(path.read_text(encoding="utf-8"))) if path.exists() else []
+    """All records; a torn last line (the writer was killed) is left out.
+
+    Raises:
+        JournalError: another line is not a record.
+    """
+    return list(_records(path, path.read_bytes())) if path.exists() else []
 
 
 def truncate(path: Path, step: int, source: str | None) -> None:
@@ -71,22 +79,28 @@ class Follower:
     def __init__(self, path: Path, *, old: bool = False) -> None:
         """Follow from now on, or with `old` from the beginning. The file need not exist yet."""
         self._path = path
-        self._offset = 0
+        self._offset = self._lines = 0
         self._file: BinaryIO | None = None
         if not old and path.exists():
             self._file = path.open("rb")
-            self._offset = os.fstat(self._file.fileno()).st_size
+            content = self._file.read()
+            self._offset, self._lines = len(content), content.count(b"\n")
 
     def poll(self) -> list[Record]:
-        """The whole lines that are new. After a truncation: those from the `resume` record on, which comes with it."""
+        """The whole lines that are new. After a truncation: those from the `resume` record on, which comes with it.
+
+        Raises:
+            JournalError: one of them is not a record.
+        """
         cut = self._turn()
         if self._file is None:
             return []
         self._file.seek(self._offset)
         content = self._file.read()
         whole = content[: content.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        records = list(_records(whole.decode("utf-8")))
+        before = self._lines
+        self._offset, self._lines = self._offset + len(whole), before + whole.count(b"\n")
+        records = list(_records(self._path, whole, before))
         first = max((at for at, record in enumerate(records) if record["kind"] == "resume"), default=0) if cut else 0
         return records[first:]
 
@@ -107,11 +121,26 @@ class Follower:
             return False
         cut = self._file is not None
         self.close()
-        self._file, self._offset = named, 0
+        self._file, self._offset, self._lines = named, 0, 0
         return cut
 
 
-def _records(text: str) -> Iterator[Record]:
-    for line in text.splitlines(keepends=True):
-        if line.endswith("\n") and line.strip():
-            yield json.loads(line)
+def _records(path: Path, content: bytes, before: int = 0) -> Iterator[Record]:
+    """The records in whole lines, which come after so many others."""
+    for number, line in enumerate(content.split(b"\n")[:-1], start=before + 1):
+        if line.strip():
+            yield _record(path, number, line)
+
+
+def _record(path: Path, number: int, line: bytes) -> Record:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):  # no JSON, no UTF-8, or nested without end
+        record = None
+    if isinstance(record, dict) and isinstance(record.get("kind"), str) and isinstance(record.get("step"), int):
+        return record
+    shown = ascii(line[:60].decode("utf-8", "replace"))
+    raise JournalError(
+        f"{path}, line {number}: expected a JSON object with `kind` and `step`, found {shown}; delete this line "
+        "(a run goes on from its checkpoints: the line is only a record of what it showed)"
+    )
