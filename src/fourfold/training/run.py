@@ -22,6 +22,7 @@ from fourfold.training.batch import Batch, batch_of
 from fourfold.training.boxes import boxes_of, names_of, not_finite, scalars_of, set_scalars
 from fourfold.training.checkpoint.state import encode
 from fourfold.training.evaluation import evaluating
+from fourfold.training.loss_value import looked_at
 from fourfold.training.optimizer import Optimizer, OptimizerOptions, build, group_of
 from fourfold.training.step import Loss, Step, StepResult
 from fourfold.training.values import fill_buffers, values_of
@@ -166,7 +167,7 @@ class Run:
         counts = len(rows) > 0
         inputs = {name: tensor.to(self.world.device) for name, tensor in batch(rows if counts else range(1)).items()}
         with step.placed.forward(None, counts=counts):
-            total, count = self.loss(self.model, inputs)
+            total, count = step.loss(self.model, inputs)
         return (float(total), float(count)) if counts else (0.0, 0.0)
 
     # ---- the logical view
@@ -387,4 +388,5 @@ class Run:
         )
         rule: Rule = self.plan.sync.module.Rule(self.plan.sync.options, self.mesh["data"], events, codec)
         optimizer = build(self.options, placed.shards)
-        return Step(placed, rule, optimizer, self.loss, self.mesh, self.ledger, self.plan.schedule, self.seed, device)
+        loss = looked_at(self.loss)
+        return Step(placed, rule, optimizer, loss, self.mesh, self.ledger, self.plan.schedule, self.seed, device)
