@@ -184,8 +184,8 @@ def test_which_dropouts_run_must_not_hang_on_values():
     x = torch.full((1, 5, 8), -1.0)
     x[0, :3] = 2.0  # three of five run; where all times are as the first, all five
     lines = surveyed(routed, {"x": x}).inexact
-    assert [line.split(":")[0] for line in lines] == [f"the model drops out (site #{i})" for i in (3, 4)]
-    assert all("which dropouts run hangs on values or chance" in line for line in lines)
+    assert [line.split(":")[0] for line in lines] == ["the model drops out (site #0 and 4 more)"]
+    assert "which dropouts run, or how many, hangs on the number of rows, on values or chance" in lines[0]
 
 
 def test_modules_in_evaluation_draw_nothing():
@@ -195,3 +195,52 @@ def test_modules_in_evaluation_draw_nothing():
     model[0].eval()
     anatomy = survey(model, total, {"x": torch.zeros(2, 8)})
     assert [dropout.module for dropout in anatomy.dropouts] == ["2"]
+
+
+def test_a_loop_over_rows_has_no_sites_of_its_own():
+    """Each local row would be "the first", "the second", ... on every rank."""
+    anatomy = surveyed(lambda m, x: torch.stack([drop(row) for row in x]))
+    assert set(anatomy.layouts.values()) == {APART} and {"#0", "#1", "#1008"} <= set(anatomy.layouts)
+    (line,) = anatomy.inexact
+    assert line.startswith("the model drops out (site #0 and 2017 more): which dropouts run, or how many, hangs on")
+
+
+def test_a_loop_over_rows_that_holds_rows():
+    anatomy = surveyed(lambda m, x: sum(drop(x * row) for row in x))
+    assert set(anatomy.layouts.values()) == {APART} and len(anatomy.inexact) == 1
+
+
+def test_a_loop_over_time_is_as_long_for_any_rows():
+    anatomy = surveyed(lambda m, x: torch.stack([drop(x[:, time]) for time in range(x.shape[1])], 1))
+    assert anatomy.layouts == {} and len(anatomy.dropouts) == 5 and anatomy.inexact == ()
+
+
+def test_after_a_loop_over_rows_nothing_is_sure():
+    anatomy = surveyed(lambda m, x: drop((x + sum(drop(row) for row in x)).transpose(0, 1)))
+    assert anatomy.layouts["#1009"] == anatomy.layouts["#2018"] == APART
+
+
+class Experts(nn.Module):
+    """Rows of an expert are chosen by value; an expert without rows does not run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result, chosen = torch.zeros_like(x), (x[..., 0] > 0).long()
+        for expert in range(3):
+            rows, times = torch.where(chosen == expert)
+            if len(rows):
+                result.index_put_((rows, times), drop(x[rows, times]), accumulate=True)
+        return drop(result)
+
+
+def test_experts_chosen_by_value_and_what_follows_them():
+    model = Model(lambda m, x: drop(m.experts(drop(x)).transpose(0, 1)))
+    model.experts = Experts()
+    # Both experts have as many tokens in either forward, or one expert's count is that of the rows.
+    batch = {"x": torch.ones(2, 5, 8)}
+    batch["x"][0, :2] = -1.0
+    anatomy = survey(model, total, batch)
+    assert anatomy.traced == "real"
+    assert anatomy.layouts == {f"#{ordinal}": APART for ordinal in range(1, 5)}
+    lines = anatomy.inexact
+    assert "experts drops out (site #1 and 1 more): rows were rearranged by index in experts" in lines[0]
+    assert "how many dropouts run before it may hang on values" in lines[1]

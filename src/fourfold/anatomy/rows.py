@@ -10,6 +10,7 @@ the dims that are multiples of it are those that would grow, and the second forw
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from itertools import count
 from math import isqrt, prod
@@ -112,10 +113,10 @@ def find(
         return Rows({}, ())
     if not first.rows:
         return Rows({}, ("dropout: the batch has no rows, so nobody can tell where they lie in the model's tensors",))
-    if attempt.kind != "real" and all(
-        sum(size % first.rows == 0 for size in seen.shape) == 1 for seen in first.sites.values()
-    ):
-        return compare(first, _foreseen(first))
+    # As many dropouts as rows may be a loop over them.
+    if attempt.kind != "real" and len(first.sites) < first.rows:
+        if all(sum(size % first.rows == 0 for size in seen.shape) == 1 for seen in first.sites.values()):
+            return compare(first, _foreseen(first))
     calls = Calls()
     rehearsal = Rehearsal(calls)
     batch = {name: _twice(tensor, first.rows) for name, tensor in attempt.batch.items()}
@@ -126,7 +127,7 @@ def find(
         reason = (str(error).strip() or "no message").splitlines()[0]
         counts = f"the model runs with {_counted(first.rows)}, and fails with {_counted(2 * first.rows)}"
         return Rows({}, (f"dropout: where the rows lie cannot be told: {counts}: {type(error).__name__}: {reason}",))
-    return compare(first, Forward.of(2 * first.rows, rehearsal, blocks))
+    return compare(first, Forward.of(2 * first.rows, rehearsal, blocks), by_value=attempt.kind == "real")
 
 
 def _foreseen(first: Forward) -> Forward:
@@ -153,29 +154,52 @@ def _twice(tensor: Tensor, rows: int) -> Tensor:
     return torch.cat([tensor, tensor[:, :1].expand_as(tensor) if tensor.dim() > 1 else tensor])
 
 
-def compare(first: Forward, second: Forward) -> Rows:
-    """The layout of every site of either forward."""
+def compare(first: Forward, second: Forward, *, by_value: bool = False) -> Rows:
+    """The layout of every site of either forward; `by_value`: what runs may hang on the values in the batch."""
     orders = _Orders(first, second)
+    numbered = _numbered(first, second)
     layouts: dict[str, Layout] = {}
-    unknown: list[str] = []
+    unknown: dict[tuple[str, str], list[str]] = {}
+    unsettled: set[str] = set()
     for site in dict.fromkeys((*first.sites, *second.sites)):
         one, two = first.sites.get(site), second.sites.get(site)
-        layout, why = FIRST, ""
-        if one is None or two is None:
-            layout, why = APART, "which dropouts run hangs on values or chance"
+        scope, module = site.partition("#")[0], (one or two).module or "the model"  # type: ignore[union-attr]
+        layout, why = APART, ""
+        if one is None or two is None or one.module != two.module or one.module not in numbered:
+            why = "which dropouts run, or how many, hangs on the number of rows, on values or chance"
+        elif why := _rearranged(one, two, first, second):
+            unsettled |= {scope} if by_value else set()
+        elif scope in unsettled:
+            why = "how many dropouts run before it may hang on values"
         else:
             orders.learn(one.moved)
             layout, why = orders.layout(one.shape, two.shape)
-            places = [place for place in one.rearranged | two.rearranged if _moves_rows(place, first, second)]
-            if places:
-                module, ordinal = min(places)
-                seen = first.rearranged.get((module, ordinal)) or second.rearranged[module, ordinal]
-                layout, why = APART, f"rows were rearranged by {seen.kind} in {module or 'the model'}"
         if layout != FIRST:
             layouts[site] = layout
         if why:
-            unknown.append(f"{(one or two).module or 'the model'} drops out (site {site}): {why}")  # type: ignore[union-attr]
-    return Rows(layouts, tuple(unknown))
+            unknown.setdefault((module, why), []).append(site)
+    return Rows(layouts, tuple(_line(module, why, sites) for (module, why), sites in unknown.items()))
+
+
+def _line(module: str, why: str, sites: list[str]) -> str:
+    more = f" and {len(sites) - 1} more" if len(sites) > 1 else ""
+    return f"{module} drops out (site {sites[0]}{more}): {why}"
+
+
+def _numbered(first: Forward, second: Forward) -> set[str]:
+    """Modules that draw as often in one forward as in the other."""
+    draws = [Counter(seen.module for seen in forward.sites.values()) for forward in (first, second)]
+    return {module for module, times in draws[0].items() if draws[1][module] == times}
+
+
+def _rearranged(one: Seen, two: Seen, first: Forward, second: Forward) -> str:
+    """Why the order of the rows in what is dropped from cannot be told, "" if nothing rearranged them."""
+    places = [place for place in one.rearranged | two.rearranged if _moves_rows(place, first, second)]
+    if not places:
+        return ""
+    module, ordinal = min(places)
+    found = first.rearranged.get((module, ordinal)) or second.rearranged[module, ordinal]
+    return f"rows were rearranged by {found.kind} in {module or 'the model'}"
 
 
 def _moves_rows(place: Place, first: Forward, second: Forward) -> bool:
