@@ -30,12 +30,14 @@ def squares(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
     return model(batch["x"]).square().sum(), len(batch["x"])
 
 
-def start(ranks: int, model: Callable[[], nn.Module]) -> None:
-    def body(world: wire.World) -> None:
+def start(ranks: int, model: Callable[[], nn.Module]) -> float:
+    """The loss of a step."""
+
+    def body(world: wire.World) -> float:
         batch = {"x": torch.linspace(0, 1, 24).view(4, 6)}
         plan = {"placement": {"data": world.size}}
         run = parallelize(models.pop(), squares, OptimizerOptions("sgd"), plan, world=world, example=batch)
-        run.step(batch)
+        return run.step(batch).loss
 
     torch.manual_seed(0)
     first = model()
@@ -43,7 +45,7 @@ def start(ranks: int, model: Callable[[], nn.Module]) -> None:
     for _ in range(ranks - 1):
         models.append(model())
         models[-1].load_state_dict(first.state_dict())
-    wire.threads.launch(ranks, body)
+    return wire.threads.launch(ranks, body)[0]
 
 
 CASES = {
@@ -76,4 +78,4 @@ def test_a_frozen_instance_norm_is_placed() -> None:
         model.odd.eval()
         return model
 
-    start(2, frozen)
+    assert start(2, frozen) == pytest.approx(start(1, frozen))
