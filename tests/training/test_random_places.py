@@ -161,6 +161,43 @@ def test_recomputation_repeats_torchs_own_numbers() -> None:
         assert torch.equal(gradient, again.gradients[name])
 
 
+class Experts(nn.Module):
+    """A mixture whose experts get the tokens that their values send them, and drop out; one without tokens rests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, WIDTH)
+        weight, chosen = self.router(tokens).softmax(-1).max(-1)
+        result = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            (mine,) = torch.where(chosen == number)
+            if len(mine):
+                result = result.index_add(0, mine, expert(tokens[mine]) * weight[mine, None])
+        return x + result.view_as(x)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("data", [1, 2])
+def test_experts_that_drop_out_train_and_are_named(data: int, seed: int) -> None:
+    """No plan draws their masks alike, so the run says so; recomputed or not, the gradients are those of the masks."""
+    torch.manual_seed(seed)
+    work = work_of(Net(lambda net, x: net.blocks(x), blocks=nn.Sequential(Experts(), Experts())), rows=4, sequence=5)
+    lines = survey(work.model, work.loss, work.batch(0)).inexact
+    assert any("rows were rearranged by index in blocks.0" in line for line in lines)
+    outcomes = []
+    for recompute in ("none", "full"):
+        plan = {"placement": {"data": data, "precision": "fp64", "recompute": recompute}}
+        with warnings.catch_warnings(), mock.patch.object(warnings, "warn"):
+            outcomes.append(on_threads(work, plan)[0])
+    assert outcomes[0].losses == outcomes[1].losses
+    for name, gradient in outcomes[0].gradients.items():
+        assert torch.equal(gradient, outcomes[1].gradients[name])
+
+
 def placed(net: Net, data: int = 1) -> list[str]:
     """What placing the net warns of, over all ranks."""
     work = work_of(net)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -47,6 +48,14 @@ class Layout(NamedTuple):
 
 FIRST = Layout(0, "slowest")
 """Of sites that are not listed: whole rows in dim 0."""
+
+
+_MISFIT = (
+    "not exact: dropout at {site!r}: dim {dim} of its tensor does not hold whole rows of the batch, as it did in the "
+    "survey of the model, so every part of a batch draws its own mask; put the batch first where this layer is called, or give an "
+    "example batch that runs every part of the model"
+)
+"""Without shapes and rows, so that it is shown once a site."""
 
 
 class Position(NamedTuple):
@@ -133,7 +142,11 @@ class _Draw(NamedTuple):
 
     @classmethod
     def here(cls, x: Tensor, site: str) -> _Draw:
-        """At the ambient position, once it is sure that `x` holds whole rows."""
+        """At the ambient position; a tensor without whole rows where they should be is drawn apart, with a warning.
+
+        Nothing in the survey foretold it (an expert without tokens then, a length that follows the values), and a
+        run must not end by it: what is lost is that other plans draw the same mask.
+        """
         position, site = current(), _full(site)
         if position is None:
             raise RandomnessError(
@@ -142,14 +155,11 @@ class _Draw(NamedTuple):
         dim, order = position.layouts.get(site, FIRST)
         if order == "shared":
             return cls(position, site, 0, 1, 1)
-        if order == "apart":
+        misfit = order != "apart" and (dim >= x.dim() or x.shape[dim] % position.rows != 0)
+        if misfit:
+            warnings.warn(_MISFIT.format(site=site, dim=dim), stacklevel=2)
+        if misfit or order == "apart":
             return cls(position, f"{site}@{position.row}", 0, 1, 1)
-        if dim >= x.dim() or x.shape[dim] % position.rows:
-            raise RandomnessError(
-                f"dropout at {site!r}: dim {dim} of a tensor of shape {tuple(x.shape)} does not hold whole rows of the"
-                f" {position.rows} local rows at logical row {position.row}, so its mask cannot follow the rows;"
-                " expected a batch-major tensor: put the batch first where this layer is called"
-            )
         outer = math.prod(x.shape[:dim]) * (x.shape[dim] // position.rows if order == "fastest" else 1)
         return cls(position, site, position.row, position.rows, outer)
 
