@@ -8,6 +8,7 @@ from fourfold.anatomy import Anatomy, BatchNorm
 from fourfold.hardware import Cluster
 from fourfold.ledger import Ledger
 from fourfold.ledger.ledger import MEMORY
+from fourfold.placement.precision import Precision
 from fourfold.placement.reach import reached
 from fourfold.placement.rows import share
 from fourfold.placement.traffic import Exchange, exchanges
@@ -85,10 +86,7 @@ def forecast(subject: Subject | Traces, cluster: Cluster, plan: Plan) -> Forecas
     types = precision(placement, cluster)
     settings = Settings(max(1, rows), str(types.compute).removeprefix("torch."), placement.recompute)
     tape = traces.tape(settings)
-    places = {path: place for place, path in enumerate(tape.blocks)}
-    apart = types.upcast or (placement.shard == "parameters" and placement.z > 1)
-    comes_to = reached(traces.anatomy, (name for name, _, trained in tape.weights if trained))
-    units = parcels(traces.units(placement.message, apart, types.message.itemsize), places, placement, types, comes_to)
+    units = _units(traces, tape, placement, types)
     states = OPTIMIZER_STATES[traces.subject.optimizer]
     account = memory.Simulation(
         memory.Job(
@@ -126,6 +124,14 @@ def forecast(subject: Subject | Traces, cluster: Cluster, plan: Plan) -> Forecas
     }
     bound = _bound(ledger, cluster, plan, traces.subject, microbatches)
     return Forecast(plan, ledger, likely, low.total, high.total, account.when, cluster.device.memory, bound)
+
+
+def _units(traces: Traces, tape: Tape, placement: Placement, types: Precision) -> tuple[memory.Parcel, ...]:
+    """The placement's units on this device."""
+    places = {path: place for place, path in enumerate(tape.blocks)}
+    apart = types.upcast or (placement.shard == "parameters" and placement.z > 1)
+    comes_to = reached(traces.anatomy, (name for name, _, trained in tape.weights if trained))
+    return parcels(traces.units(placement.message, apart, types.message.itemsize), places, placement, types, comes_to)
 
 
 def _exchanges(anatomy: Anatomy, tape: Tape, placement: Placement) -> list[Exchange]:
