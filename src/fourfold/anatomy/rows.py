@@ -2,8 +2,8 @@
 
 A dim that holds rows grows with them. Where it holds other things too (batch × heads, time × batch), the order inside
 it is told by the operations that made it: a reshape keeps the elements in their logical order, so the number of
-elements from one row to the next says whether rows are the slowest or the fastest part of the new dim. Where rows were
-sorted or looked up by index (`rearranged`), or where the number of dropouts is not the same for any rows, it is not told.
+elements from one row to the next says whether rows are the slowest or the fastest part of the new dim. It is not told
+where rows were sorted or looked up by index (`rearranged`), or where the number of dropouts changes with the rows.
 
 Without values the first forward can have any number of rows: a prime that no size of the model is a multiple of. Then
 the dims that are multiples of it are those that would grow, and the second forward is only run if that is not clear.

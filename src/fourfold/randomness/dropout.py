@@ -52,8 +52,8 @@ FIRST = Layout(0, "slowest")
 
 _MISFIT = (
     "not exact: dropout at {site!r}: dim {dim} of its tensor does not hold whole rows of the batch, as it did in the "
-    "survey of the model, so every part of a batch draws its own mask; put the batch first where this layer is called, or give an "
-    "example batch that runs every part of the model"
+    "survey of the model, so every part of a batch draws its own mask; put the batch first where this layer is called, "
+    "or give an example batch that runs every part of the model"
 )
 """Without shapes and rows, so that it is shown once a site."""
 
