@@ -224,7 +224,9 @@ def test_bf16_is_within_its_bound_and_not_by_chance(placement):
 
 
 class Averaging(torch.nn.Module):
-    """Keeps a moving average of its features, which nothing tells other ranks of; `frozen` keeps it still."""
+    """Keeps a moving average of its features, which nothing tells other ranks of; a rate of 0 keeps it still."""
+
+    average: torch.Tensor
 
     def __init__(self, rate=0.1):
         super().__init__()
