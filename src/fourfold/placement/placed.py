@@ -68,6 +68,10 @@ class Placed:
 
     # ---- a step
 
+    def abandon(self) -> None:
+        """The last step did not end: nothing of its gradients may reach the next."""
+        self.departures.abandon()
+
     def begin(self) -> None:
         """A new step: gradients are empty."""
         for unit in self.units:
