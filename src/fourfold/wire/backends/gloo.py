@@ -32,7 +32,18 @@ class GlooChannel:
     def __init__(self, group: dist.ProcessGroup, size: int, index: int) -> None:
         self.group, self.size, self.index = group, size, index
         self.native_all_reduce = size == 2  # a + b has the same bits whoever adds
+        self.under_way = 0
+        """Transfers that nobody has waited for to their end."""
         self._slots = 0
+
+    def close(self) -> None:
+        """Let go of the group, which ends its threads; with transfers under way they would be waited for: then not.
+
+        A thread that lets go of a tensor while Python itself is ending takes the process down ("terminate called
+        without an active exception").
+        """
+        if not self.under_way:
+            del self.group
 
     def reserve(self, signature: str) -> int:
         """Slots are numbers, counted alike on every rank."""
@@ -65,14 +76,14 @@ class GlooChannel:
             works += [self.group.send([shard], rank, tag) for rank in others]
             if parts[self.index].data_ptr() != shard.data_ptr():
                 parts[self.index].copy_(shard)
-        return _Messages(works)
+        return _Messages(self, works)
 
     def all_to_all(
         self, slot: int, out: Tensor, inp: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
     ) -> Pending:
         """The backend's own exchange."""
         work = dist.all_to_all_single(out, inp, list(out_splits), list(in_splits), group=self.group, async_op=True)
-        return _Collective(work)
+        return _Collective(self, work)
 
     def driven(self, steps: Steps) -> Steps:
         """As it is: the caller polls."""
@@ -80,7 +91,7 @@ class GlooChannel:
 
     def all_reduce(self, slot: int, tensor: Tensor) -> Pending:
         """The backend's own sum."""
-        return _Collective(dist.all_reduce(tensor, group=self.group, async_op=True))
+        return _Collective(self, dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def reduce_scatter(self, slot: int, out: Tensor, full: Tensor) -> Pending:
         """Never called."""
@@ -88,27 +99,29 @@ class GlooChannel:
 
     def broadcast(self, slot: int, tensor: Tensor, source: int) -> Pending:
         """The backend's own."""
-        return _Collective(dist.broadcast(tensor, group=self.group, group_src=source, async_op=True))
+        return _Collective(self, dist.broadcast(tensor, group=self.group, group_src=source, async_op=True))
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Pending:
         """One message."""
-        return _Messages([self.group.send([tensor], to, tag)])
+        return _Messages(self, [self.group.send([tensor], to, tag)])
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Pending:
         """One message."""
-        return _Messages([self.group.recv([tensor], source, tag)])
+        return _Messages(self, [self.group.recv([tensor], source, tag)])
 
 
 class _Collective:
-    def __init__(self, work: dist.Work | None) -> None:
+    def __init__(self, channel: GlooChannel, work: dist.Work | None) -> None:
         assert work is not None
-        self._work = work
+        self._channel, self._work = channel, work
+        channel.under_way += 1
 
     def done(self) -> bool:
         return self._work.is_completed()
 
     def wait(self) -> None:
         self._work.wait()
+        self._channel.under_way -= 1
 
 
 class _Several:
@@ -126,8 +139,9 @@ class _Several:
 class _Messages:
     """Point-to-point messages. Gloo says that one is complete only to who waits for it, so `done` is not known."""
 
-    def __init__(self, works: list[dist.Work]) -> None:
-        self._works = works
+    def __init__(self, channel: GlooChannel, works: list[dist.Work]) -> None:
+        self._channel, self._works = channel, works
+        channel.under_way += 1
 
     def done(self) -> bool:
         return not self._works
@@ -136,3 +150,4 @@ class _Messages:
         for work in self._works:
             work.wait()
         self._works = []
+        self._channel.under_way -= 1

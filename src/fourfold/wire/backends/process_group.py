@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ipaddress
 import os
 from collections.abc import Sequence
@@ -60,6 +61,8 @@ class GroupFabric:
 
     def __init__(self, backend: str, rank: int, timeout: timedelta) -> None:
         self.backend, self.rank, self.timeout = backend, rank, timeout
+        self._gloo: list[GlooChannel] = []
+        atexit.register(self.end)
 
     def channel(self, name: str, members: Sequence[int], ordered: bool) -> Channel:
         """A channel among `members`, on a group of its own."""
@@ -81,12 +84,23 @@ class GroupFabric:
         index = list(members).index(self.rank)
         if self.backend == "nccl":
             return NcclChannel(group, len(members), index, ordered)
-        return GlooChannel(group, len(members), index)
+        self._gloo.append(GlooChannel(group, len(members), index))
+        return self._gloo[-1]
 
     def leave(self) -> None:
         """Destroy every group."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def end(self) -> None:
+        """At the end of the process: no thread of a group may outlive Python.
+
+        Not sooner: it closes the connections, and a rank that failed says so before the others notice that it is gone.
+        """
+        atexit.unregister(self.end)
+        self.leave()
+        while self._gloo:
+            self._gloo.pop().close()
 
 
 def _store(address: str, port: int, size: int, *, is_master: bool, timeout: timedelta) -> Any:
