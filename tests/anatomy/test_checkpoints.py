@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -72,7 +74,7 @@ def test_stock_models(name: str, reentrant: bool):
     if name == "gpt2":
         config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=40, n_positions=16)
     else:
-        sizes = {"hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32, "vocab_size": 40}
+        sizes: dict[str, Any] = {"hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32, "vocab_size": 40}
         config = transformers.OPTConfig(num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=16, **sizes)
     model = transformers.AutoModelForCausalLM.from_config(config).train()
 

@@ -88,7 +88,13 @@ def test_blocks_that_backward_comes_to(what: str) -> None:
     assert reached(anatomy, trained) == set(anatomy.blocks[4 - FROZEN[what][1] :])
 
 
-@pytest.mark.parametrize(("recompute", "overlap", "microbatches"), [*product(("none", "full"), (True, False), (1, 2))])
+SHORT = [("none", True, 1), ("none", False, 2), ("full", True, 2)]
+LONG = [one for one in product(("none", "full"), (True, False), (1, 2)) if one not in SHORT]
+
+
+@pytest.mark.parametrize(
+    ("recompute", "overlap", "microbatches"), [*SHORT, *(pytest.param(*one, marks=pytest.mark.long) for one in LONG)]
+)
 @pytest.mark.parametrize("what", FROZEN)
 def test_bytes_are_as_predicted_and_numbers_equal_serial(
     what: str, recompute: str, overlap: bool, microbatches: int

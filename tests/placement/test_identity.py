@@ -26,7 +26,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.blocks: Any = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
         self.head = nn.Linear(4, 2)
         self.held = [block.weight for block in self.blocks]
         self.called = partial(F.linear, weight=self.head.weight)
@@ -109,9 +109,9 @@ def test_hooks_and_attributes_of_parameters_stay(placement: dict[str, Any]) -> N
         return gradient * 0.5
 
     def body(world: wire.World, plan: dict[str, Any]) -> tuple[dict[str, Tensor], str]:
-        model = net()
+        model: Any = net()
         model.head.weight.register_hook(halve)
-        model.head.weight.mark = "mine"  # type: ignore[attr-defined]
+        model.head.weight.mark = "mine"
         run = start(world, plan, model)
         for number in range(2):
             run.step(batch(number))

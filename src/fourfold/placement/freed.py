@@ -96,4 +96,4 @@ def show(parameters: Iterable[nn.Parameter]) -> None:
     """The values of these parameters are here again."""
     for parameter in parameters:
         assert isinstance(parameter, Freed)
-        parameter.__class__ = parameter.present
+        parameter.__class__ = parameter.present  # pyright: ignore[reportAttributeAccessIssue] - a class above Freed
