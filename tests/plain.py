@@ -244,3 +244,17 @@ def stock(name: str, dropout: float = 0.1) -> nn.Module:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(configs[name](), attn_implementation="sdpa")
     return disturbed(model.double())
+
+
+def at_rest(run: Run) -> int:
+    """Bytes of every storage that the run keeps between steps."""
+    step = run._step
+    assert step is not None
+    tensors = list(run.model.buffers())
+    for unit in step.placed.units:
+        arena = unit.arena
+        tensors += [arena.shard, arena.gradient, arena.full, *([arena.rest] if arena.rest is not None else [])]
+    for state in step.optimizer.state_dict():
+        tensors += state.values()
+    held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(held.values())

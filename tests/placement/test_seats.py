@@ -15,10 +15,15 @@ from fourfold import wire
 from fourfold.ledger import Ledger
 from fourfold.placement.seats import NUMBERS, Seats, parts, room
 from fourfold.training.run import parallelize
+from fourfold.training.tally import Tally
 from fourfold.wire.errors import RankFailed
 from plain import Work, gpt, on_threads
 
 NUMBER = st.floats(-1e30, 1e30).filter(lambda number: number == 0 or abs(number) > 1e-20)
+
+
+def test_a_rank_has_a_seat_for_every_number_of_its_tally() -> None:
+    assert len(Tally._fields) == NUMBERS
 
 
 @given(NUMBER)

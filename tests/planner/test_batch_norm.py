@@ -16,7 +16,8 @@ from fourfold.plan import Plan
 from fourfold.planner import Subject, Traces, forecast, measured_peak
 from fourfold.planner.forecast import Forecast
 from fourfold.training.optimizer import OptimizerOptions
-from fourfold.training.run import Run, parallelize
+from fourfold.training.run import parallelize
+from plain import at_rest
 
 ROWS, WIDTH = 8, 32
 LINK = Link("none", 1e-5, 1e9)
@@ -82,19 +83,6 @@ def body(world: Any, placement: dict[str, Any]) -> tuple[int, int, int]:
     gc.collect()
     peak = measured_peak(lambda: run.step(data)).peak
     return at_rest(run), peak, run.ledger.sent(2, axis="z+data") - run.ledger.sent(2, axis="z+data", kind="control")
-
-
-def at_rest(run: Run) -> int:
-    """Bytes of every storage that the run keeps between steps."""
-    step = run._step
-    assert step is not None
-    tensors = list(run.model.buffers())
-    for unit in step.placed.units:
-        arena = unit.arena
-        tensors += [arena.shard, arena.gradient, arena.full, *([arena.rest] if arena.rest is not None else [])]
-    for state in step.optimizer.state_dict():
-        tensors += state.values()
-    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 @pytest.mark.parametrize("placement", [{"data": 2}, {"z": 2, "shard": "parameters", "recompute": "full"}], ids=str)

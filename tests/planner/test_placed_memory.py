@@ -21,6 +21,7 @@ from fourfold.training.losses.cross_entropy import cross_entropy
 from fourfold.training.optimizer import OptimizerOptions
 from fourfold.training.run import Run, parallelize
 from fourfold.wire import join
+from plain import at_rest
 
 CONFIG = Config(vocabulary=768, context=64, layers=5, width=96, heads=4)
 ROWS = 8
@@ -31,20 +32,6 @@ CLUSTER = Cluster(1, 2, Device("cpu_test", 2**34, 1e10, {"fp32": 1e11}, "none"),
 def batch(rows: int) -> dict[str, torch.Tensor]:
     tokens = torch.arange(rows * 64).view(rows, 64) % 768
     return {"tokens": tokens, "targets": tokens}
-
-
-def at_rest(run: Run) -> int:
-    """Bytes of every storage that the run keeps between steps."""
-    step = run._step
-    assert step is not None
-    tensors = list(run.model.buffers())
-    for unit in step.placed.units:
-        arena = unit.arena
-        tensors += [arena.shard, arena.gradient, arena.full, *([arena.rest] if arena.rest is not None else [])]
-    for state in step.optimizer.state_dict():
-        tensors += state.values()
-    held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(held.values())
 
 
 def penalised(model: Any, batch: dict[str, torch.Tensor]) -> Any:

@@ -45,6 +45,16 @@ def case(placement, microbatches=1, steps=2, options=OPTIONS, **settings):
     )
 
 
+def on(base, make):
+    """The case with another model."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        template = make()
+    return dataclasses.replace(
+        base, model=lambda: (copy.deepcopy(template), None), plain=lambda: copy.deepcopy(template)
+    )
+
+
 def verdict(case):
     evidence = launch(case.plan.world, examine, case)
     assert [Evidence.from_dict(one.to_dict()) for one in evidence] == evidence
@@ -83,10 +93,7 @@ class Noisy(gpt.GPT):
 
 def test_random_numbers_that_are_torchs_own_are_said():
     plain = case({"data": 2}, steps=1)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = Noisy(SHAPE).double()
-    noisy = dataclasses.replace(plain, model=lambda: (copy.deepcopy(model), None), plain=lambda: copy.deepcopy(model))
+    noisy = on(plain, lambda: Noisy(SHAPE).double())
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "not exact: the model calls rand_like")
         found = verdict(noisy)
@@ -159,12 +166,7 @@ def test_a_model_that_rounds_to_float32_inside_is_held_to_its_own_rounding():
             return self.inner(tokens).float().double()
 
     base = case({"data": 2})
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        template = Rounding(gpt.GPT(SHAPE).double())
-    rounding = dataclasses.replace(
-        base, model=lambda: (copy.deepcopy(template), None), plain=lambda: copy.deepcopy(template)
-    )
+    rounding = on(base, lambda: Rounding(gpt.GPT(SHAPE).double()))
     found = verdict(rounding)
     assert found.ok, found.text()
 
@@ -180,12 +182,7 @@ def test_a_model_that_mixes_rows_is_not_decided_or_not_equal():
             return logits * (1 + logits.mean())
 
     base = case({"data": 2})
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        template = Mixing(gpt.GPT(SHAPE).double())
-    mixing = dataclasses.replace(
-        base, model=lambda: (copy.deepcopy(template), None), plain=lambda: copy.deepcopy(template)
-    )
+    mixing = on(base, lambda: Mixing(gpt.GPT(SHAPE).double()))
     found = verdict(mixing)
     assert not found.ok and "not decided: plain PyTorch itself differs" in found.text()
 
@@ -205,12 +202,7 @@ class Normed(torch.nn.Module):
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_batch_norm_is_held_against_the_same_micro_batches(microbatches):
     base = case({"z": 3, "shard": "parameters"}, microbatches)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        template = Normed().double()
-    normed = dataclasses.replace(
-        base, model=lambda: (copy.deepcopy(template), None), plain=lambda: copy.deepcopy(template)
-    )
+    normed = on(base, lambda: Normed().double())
     found = verdict(normed)
     assert found.ok and found.exact, found.text()
     assert found.worst.error <= 1e-12 and found.rounding <= 1e-12
@@ -242,12 +234,7 @@ class Averaging(torch.nn.Module):
 
 def averaging(placement, rate=0.1, **settings):
     base = case(placement, **settings)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        template = Averaging(rate).double()
-    return dataclasses.replace(
-        base, model=lambda: (copy.deepcopy(template), None), plain=lambda: copy.deepcopy(template)
-    )
+    return on(base, lambda: Averaging(rate).double())
 
 
 @pytest.mark.parametrize("placement", [{"data": 2}, {"z": 2, "shard": "parameters"}])
@@ -274,12 +261,7 @@ def test_a_buffer_passes_on_one_rank_and_where_it_stays_as_it_was():
 
 def test_running_statistics_of_batch_norm_are_held_against_serial(monkeypatch):
     base = case({"z": 2, "shard": "parameters"})
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        template = Normed().double()
-    normed = dataclasses.replace(
-        base, model=lambda: (copy.deepcopy(template), None), plain=lambda: copy.deepcopy(template)
-    )
+    normed = on(base, lambda: Normed().double())
     found = verdict(normed)
     assert found.ok and found.steps[-1].buffer.layer.startswith("buffer norm.running_"), found.text()
     original = training_step.Step._update

@@ -91,10 +91,9 @@ def agreed(step: int, tallies: Sequence[Tally]) -> Tally:
             "another number of rows; expected the same on every rank. Is the batch the whole one and no rank's share? "
             "Is there rank-dependent control flow in the model or the loss?"
         )
-    for what in ("loss", "counted"):
-        broken = [index for index, tally in enumerate(tallies) if not math.isfinite(getattr(tally, what))]
-        if broken:
-            raise not_finite(step, "loss" if what == "loss" else "loss's count", broken)
+    broken = [index for index, tally in enumerate(tallies) if not math.isfinite(tally.loss + tally.counted)]
+    if broken:
+        raise not_finite(step, "loss or its count", broken)
     loss, count = math.fsum(tally.loss for tally in tallies), math.fsum(tally.counted for tally in tallies)
     if count == 0:
         raise StepError(f"step {step}: no token counted on any rank; every target is ignored in this batch")
