@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from fourfold.plan.grid import Grid
 from fourfold.plan.protocols import Codec
-from fourfold.plan.technique import Technique, TechniqueError
+from fourfold.plan.technique import Technique, TechniqueError, techniques
 
 SHARD = ("none", "optimizer", "gradients", "parameters")
 RECOMPUTE = ("none", "selective", "full")
@@ -28,6 +30,8 @@ class Placement:
     Attributes:
         data: replicas; each takes its share of the batch. Never shards.
         z: ranks over which the rows of every stored weight (and of the batch) are cut.
+        tensor: the algorithm by which features are cut, and its grid; None: they are not. A z of its own is the
+            placement's, and means shard: parameters where that is not said.
         shard: what stays cut over z between uses: the optimizer state (ZeRO-1), also gradients (ZeRO-2), also
             parameters (ZeRO-3, FSDP). "none" needs z = 1.
         recompute: what backward computes again: nothing, the attention core ("selective"), or whole blocks ("full").
@@ -41,6 +45,7 @@ class Placement:
 
     data: int = 1
     z: int = 1
+    tensor: Technique | None = None
     shard: str = "none"
     recompute: str = "none"
     precision: str = "fp32"
@@ -64,11 +69,33 @@ class Placement:
             not isinstance(self.bucket, int) or isinstance(self.bucket, bool) or self.bucket < 0
         ):
             raise PlanError(f"plan.placement.bucket: expected a number of bytes of at least 0, found {self.bucket!r}")
+        if self.tensor is not None:
+            self._take_grid(self.tensor)
         if self.shard == "none" and self.z > 1:
             raise PlanError(
                 f"plan.placement.z: z = {self.z} cuts weights, but shard is 'none'; "
                 f"say shard: optimizer, gradients or parameters, or use data: {self.z} for plain replicas"
             )
+
+    def _take_grid(self, tensor: Technique) -> None:
+        for name, size in dataclasses.asdict(tensor.options).items():
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise PlanError(f"plan.placement.tensor.{name}: expected a whole number of at least 1, found {size!r}")
+        z = tensor.module.grid(tensor.options).z
+        if z > 1 and self.z not in (1, z):
+            raise PlanError(
+                f"plan.placement.z: expected {z}, which is what plan.placement.tensor says, found {self.z}; leave it out"
+            )
+        if z > 1:
+            object.__setattr__(self, "z", z)
+            object.__setattr__(self, "shard", "parameters" if self.shard == "none" else self.shard)
+
+    @property
+    def grid(self) -> Grid:
+        """Over how many ranks features and rows are cut."""
+        if self.tensor is None:
+            return Grid(z=self.z)
+        return dataclasses.replace(self.tensor.module.grid(self.tensor.options), z=self.z)
 
     @property
     def message(self) -> int:
@@ -78,13 +105,29 @@ class Placement:
         return {"none": 25 << 20, "optimizer": 4 << 20, "gradients": 4 << 20, "parameters": 0}[self.shard]
 
     @property
+    def parts(self) -> int:
+        """Over how many ranks the rows of a batch are cut: z x data, with the copies that a tensor algorithm brings."""
+        return self.z * self.data * self.grid.copies
+
+    @property
     def world(self) -> int:
         """How many ranks this placement needs."""
-        return self.data * self.z
+        return math.prod(self.axes().values())
 
     def axes(self) -> dict[str, int]:
         """Sizes of the mesh axes, fastest first."""
-        return {"x": 1, "y": 1, "z": self.z, "data": self.data, "pipe": 1}
+        grid = self.grid
+        return {"x": grid.x, "y": grid.y, "z": self.z, "data": self.data * grid.copies, "pipe": 1}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plain mapping that `Plan.of` reads back to an equal placement."""
+        plain = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+        if self.tensor is None:
+            del plain["tensor"]
+        else:
+            settings = self.tensor.to_dict()
+            plain["tensor"] = {"algorithm": settings.pop("name"), **settings}
+        return plain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +157,8 @@ class Plan:
         _known("plan", settings, ("placement", "schedule", "wire", "sync"))
         placement = _mapping("plan.placement", settings.get("placement"))
         _known("plan.placement", placement, [entry.name for entry in dataclasses.fields(Placement)])
+        if placement.get("tensor") is not None:
+            placement["tensor"] = _technique("plan.placement.tensor", "tensor", placement["tensor"], None, "algorithm")
         wire = _mapping("plan.wire", settings.get("wire"))
         _known("plan.wire", wire, [entry.name for entry in dataclasses.fields(Wire)])
         return cls(
@@ -127,7 +172,7 @@ class Plan:
         """The plain mapping that `of` reads back to an equal plan."""
         wire = {entry.name: getattr(self.wire, entry.name) for entry in dataclasses.fields(Wire)}
         return {
-            "placement": dataclasses.asdict(self.placement),
+            "placement": self.placement.to_dict(),
             "schedule": self.schedule.to_dict(),
             "wire": {kind: codec.to_dict() for kind, codec in wire.items() if codec is not None},
             "sync": self.sync.to_dict(),
@@ -147,7 +192,12 @@ class Plan:
 
     def tallies_ride(self) -> bool:
         """A step's tallies travel behind a gradient: all ranks sum it, whole and uncoded."""
-        return self.world > 1 and self.placement.z == 1 and self.sync.module.Rule.sums and self.replica_codec() is None
+        return (
+            self.placement.parts > 1
+            and self.placement.z == 1
+            and self.sync.module.Rule.sums
+            and self.replica_codec() is None
+        )
 
     @property
     def inexact(self) -> tuple[str, ...]:
@@ -174,7 +224,14 @@ class Plan:
 
     def __str__(self) -> str:
         place = self.placement
-        words = [f"data {place.data}"] if place.data > 1 or place.z == 1 else []
+        words = [f"data {place.data}"] if place.data > 1 or place.world == 1 else []
+        if place.tensor is not None:
+            sizes = dataclasses.asdict(place.tensor.options)
+            words.append(
+                " ".join(
+                    [place.tensor.name.replace("_", "-"), *(f"{axis} {sizes[axis]}" for axis in sizes if axis != "z")]
+                )
+            )
         if place.z > 1:
             words.append(f"z {place.z} shard {place.shard}")
         words += [f"recompute {place.recompute}"] if place.recompute != "none" else []
@@ -203,15 +260,16 @@ def _mapping(where: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def _technique(where: str, room: str, value: Any, default: str | None) -> Any:
+def _technique(where: str, room: str, value: Any, default: str | None, key: str = "name") -> Any:
+    """The technique called what `value` says under `key`, or is; its other keys are options."""
     if value is None:
         return Technique.find(room, default) if default else None
     if isinstance(value, str):
-        value = {"name": value}
+        value = {key: value}
     settings = _mapping(where, value)
-    name = settings.pop("name", default)
+    name = settings.pop(key, default)
     if not isinstance(name, str):
-        raise PlanError(f"{where}.name: expected the name of a technique, found {name!r}")
+        raise PlanError(f"{where}.{key}: expected one of {', '.join(techniques(room))}, found {name!r}")
     try:
         return Technique.find(room, name, settings)
     except (TechniqueError, TypeError, ValueError) as error:

@@ -1,7 +1,7 @@
 """A technique is one file. It is found by the file's name and imported only when it is chosen.
 
 The file defines a frozen dataclass `Options` (its settings, with defaults) and whatever its room asks for:
-an order a function `order`, a rule a class `Rule`, a codec a class `Codec`.
+an order a function `order`, a rule a class `Rule`, a codec a class `Codec`, a tensor algorithm a function `grid`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,19 @@ import dataclasses
 import importlib
 import importlib.util
 import pkgutil
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
 
-ROOMS = {"schedule": "fourfold.schedule.orders", "codec": "fourfold.wire.codecs", "sync": "fourfold.sync"}
-"""Where the files of each kind of technique live."""
+ROOMS = {
+    "schedule": "fourfold.schedule.orders.",
+    "codec": "fourfold.wire.codecs.",
+    "sync": "fourfold.sync.",
+    "tensor": "fourfold.placement.tensor.grid_",
+}
+"""Where the files of each kind of technique live: a package, and how their names begin (no file begins with a digit)."""
 
 
 class TechniqueError(ValueError):
@@ -25,10 +31,11 @@ class TechniqueError(ValueError):
 
 def techniques(room: str) -> tuple[str, ...]:
     """The names of a room's techniques, from its file names; nothing is imported but the package itself."""
-    package = importlib.util.find_spec(ROOMS[room])
+    home, _, prefix = ROOMS[room].rpartition(".")
+    package = importlib.util.find_spec(home)
     assert package is not None and package.submodule_search_locations is not None
-    found = pkgutil.iter_modules(package.submodule_search_locations)
-    return tuple(sorted(module.name for module in found if not module.name.startswith("_")))
+    found = (module.name for module in pkgutil.iter_modules(package.submodule_search_locations))
+    return tuple(sorted(name.removeprefix(prefix) for name in found if name.startswith(prefix) and name[0] != "_"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,15 +48,15 @@ class Technique:
 
     @classmethod
     def find(cls, room: str, name: str, settings: Mapping[str, Any] | None = None) -> Technique:
-        """Import the file called `name` and build its options.
+        """Import the file called `name` and build its options. What is no letter or digit is "_" in a file's name.
 
         Raises:
             TechniqueError: no such file, or a setting that it does not have, with the nearest name.
         """
-        known = techniques(room)
+        known, name = techniques(room), re.sub(r"[-.]", "_", name)
         if name not in known:
             raise TechniqueError(f"{room} has no technique {name!r}{_nearest(name, known)}; it has: {', '.join(known)}")
-        options = importlib.import_module(f"{ROOMS[room]}.{name}").Options
+        options = importlib.import_module(ROOMS[room] + name).Options
         fields = tuple(entry.name for entry in dataclasses.fields(options))
         for key in settings or {}:
             if key not in fields:
@@ -60,7 +67,7 @@ class Technique:
     @property
     def module(self) -> ModuleType:
         """The technique's file, imported."""
-        return importlib.import_module(f"{ROOMS[self.room]}.{self.name}")
+        return importlib.import_module(ROOMS[self.room] + self.name)
 
     def to_dict(self) -> dict[str, Any]:
         """Name and options as one flat mapping, the form that a plan file holds."""

@@ -1,0 +1,27 @@
+"""Megatron's 1D algorithm with sequence parallelism (Korthikanti et al., arXiv 2205.05198, section 4.2.2).
+
+Between linears, rows of activations lie over y: sums become a scatter and a gather, and norms and dropouts are no longer
+computed by every rank for all rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fourfold.plan.grid import Grid
+
+
+@dataclass(frozen=True)
+class Options:
+    """Sizes of the axes.
+
+    Attributes:
+        y: ranks over which heads, inner features and vocabulary lie, and between them the rows of activations.
+    """
+
+    y: int = 1
+
+
+def grid(options: Options) -> Grid:
+    """The grid that the options describe."""
+    return Grid(y=options.y, rows_cut=True)

@@ -1,0 +1,37 @@
+"""The tensor grid of a plan: over how many ranks features and rows are cut, and by which product."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What a tensor-parallel algorithm asks of the mesh.
+
+    Attributes:
+        x: ranks that the residual's features are cut over. A normal linear contracts over them.
+        y: ranks that heads, inner features and vocabulary are cut over.
+        z: ranks that batch rows and the rows of stored weights are cut over.
+        copies: replicas that the algorithm brings with it; they multiply `data`.
+        rows_cut: between linears, activations are also cut by rows over the axis on which they would lie as copies.
+        summa: linears broadcast panels of both operands (`placement.tensor.summa`) in place of gathering weights over
+            z; x and y are then one axis, y.
+    """
+
+    x: int = 1
+    y: int = 1
+    z: int = 1
+    copies: int = 1
+    rows_cut: bool = False
+    summa: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of one replica of the data."""
+        return self.x * self.y * self.z
+
+    @property
+    def cuts_features(self) -> bool:
+        """Some rank holds a part of the features only."""
+        return self.x * self.y > 1
