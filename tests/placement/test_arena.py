@@ -34,7 +34,7 @@ def naive(layout: Layout, index: int, whole: dict[str, Tensor], slots: tuple[Slo
     shard = torch.zeros(size, dtype=torch.float64)
     for slot in slots:
         for piece in slot.pieces(index):
-            shard[piece.start : piece.stop] = box(whole[slot.name], piece)
+            piece.of(shard).view(-1).copy_(box(whole[slot.name], piece))
     return shard
 
 
@@ -133,7 +133,7 @@ def test_padding_stays_zero_in_a_run(level: str) -> None:
             free = torch.ones(arena.layout.size, dtype=torch.bool)
             for slot in arena.layout.slots:
                 for piece in slot.pieces(arena.index):
-                    free[piece.start : piece.stop] = False
+                    piece.of(free).fill_(False)
             assert not arena.shard[free].any() and arena.shard[~free].all()
             assert not arena.gradient[free[: arena.layout.trained]].any()
             padding += int(free.sum())

@@ -28,10 +28,10 @@ def test_pieces_tile_every_weight_and_never_overlap_in_the_shard(listed: Weights
             pieces = slot.pieces(index)
             assert pieces or slot.shape == ()
             for piece in pieces:
-                used[piece.start : piece.stop] += 1
+                piece.of(used).add_(1)
                 box = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))
                 covered[slot.name][box or ...] += 1
-                assert slot.shard_start <= piece.start and piece.stop <= slot.shard_start + slot.segment
+                assert slot.shard_start <= piece.start and piece.start + piece.numel <= slot.shard_start + slot.segment
         assert int(used.max()) <= 1
     assert all(bool((count == 1).all()) for count in covered.values())
 

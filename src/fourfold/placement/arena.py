@@ -82,7 +82,7 @@ class Arena:
             self.full.untyped_storage().resize_(0)
 
     def views(self) -> dict[str, Tensor]:
-        """The weights in the full arena, by name, in their logical shapes."""
+        """The weights in the full arena, by name, in their blocks' shapes."""
         return {
             slot.name: self.full[slot.full_start : slot.full_start + slot.numel].view(slot.shape)
             for slot in self.layout.slots
@@ -124,20 +124,21 @@ class Arena:
             for slot in self.layout.slots:
                 first, last = slot.span(self.index)
                 if last > first:
-                    values = fill(slot.name, first, last, self.precision.master)
+                    values = slot.block.read(fill, slot.name, first, last, self.precision.master)
                     self.shard[slot.shard_start : slot.shard_start + last - first].copy_(values)
                 if self.rest is not None and self.rest is not self.shard:
-                    values = fill(slot.name, 0, slot.numel, self.precision.master)
+                    values = slot.block.read(fill, slot.name, 0, slot.numel, self.precision.master)
                     self.rest[slot.full_start : slot.full_start + slot.numel].copy_(values)
 
     # ---- gradients
 
     def segments(self) -> list[Tensor]:
-        """The summed gradient of each trained weight's rows on this rank."""
-        return [self.gradient[s.shard_start : s.shard_start + s.segment] for s in self.layout.trained_slots]
+        """The summed gradient of each trained weight's rows on this rank, of those that it owns."""
+        owned = (slot for slot in self.layout.trained_slots if slot.block.owned)
+        return [self.gradient[slot.shard_start : slot.shard_start + slot.segment] for slot in owned]
 
     def places(self) -> list[Tensor]:
-        """One part: where each trained weight's gradient lies in `gradient`, in its logical shape."""
+        """One part: where each trained weight's gradient lies in `gradient`, in its block's shape."""
         return [self.gradient[s.shard_start : s.shard_start + s.numel].view(s.shape) for s in self.layout.trained_slots]
 
     def pack(self, gradients: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:

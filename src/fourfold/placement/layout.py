@@ -7,12 +7,13 @@ cache lines; in the *full* arena every weight is contiguous. One message a unit 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from fourfold.placement.piece import Piece, boxes
+from fourfold.placement.cut import Block
+from fourfold.placement.piece import Piece
 
 LINE = 16
 """Segments, and weights in the full arena, begin at multiples of this many elements (a cache line of fp32). Vector
@@ -29,9 +30,9 @@ class Slot:
 
     Attributes:
         name: logical parameter name.
-        shape: logical shape.
+        block: the part of the logical weight that this rank computes with.
         group: optimizer group.
-        rows: what is dealt to ranks: the logical rows, or finer where there are fewer of them than ranks (`_rows`).
+        rows: what is dealt to ranks: the block's rows, or finer where there are fewer of them than ranks (`_rows`).
         width: elements a row.
         held: rows that a rank's segment has room for; the last ranks may hold fewer, or none.
         shard_start: first element of the segment in the shard.
@@ -39,7 +40,7 @@ class Slot:
     """
 
     name: str
-    shape: tuple[int, ...]
+    block: Block
     group: str
     rows: int
     width: int
@@ -47,9 +48,14 @@ class Slot:
     shard_start: int
     full_start: int
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the block."""
+        return self.block.shape
+
     @cached_property
     def numel(self) -> int:
-        """Logical elements."""
+        """Elements of the block."""
         return self.rows * self.width
 
     @cached_property
@@ -72,21 +78,21 @@ class Slot:
         return _whole_lines(self.used * parts)
 
     def span(self, index: int) -> tuple[int, int]:
-        """The flat elements [first, last) of the logical weight that rank `index` of z holds."""
+        """The flat elements [first, last) of the block that rank `index` of z holds."""
         return min(index * self.used, self.numel), min((index + 1) * self.used, self.numel)
 
     def pieces(self, index: int) -> tuple[Piece, ...]:
-        """The boxes that rank `index` of z holds; they lie one after the other from the segment's first element.
+        """The boxes of the logical weight that rank `index` of z holds; they fill the segment from its first element.
 
         One box where whole logical rows are dealt. A rank that holds nothing has an empty box, or none where the
         weight has no dims.
         """
-        pieces: list[Piece] = []
-        start = self.shard_start
-        for offsets, sizes in boxes(self.shape, *self.span(index)):
-            pieces.append(Piece(self.name, self.shape, offsets, sizes, start))
-            start = pieces[-1].stop
-        return tuple(pieces)
+        first, last = self.span(index)
+        shift = self.shard_start - first
+        return tuple(
+            Piece(self.name, self.block.logical, part.offsets, part.sizes, part.start + shift, part.strides)
+            for part in self.block.parts(first, last)
+        )
 
 
 def _whole_lines(elements: int) -> int:
@@ -124,16 +130,25 @@ class Layout:
     full: int
 
     @classmethod
-    def of(cls, weights: Iterable[tuple[str, Sequence[int], str]], parts: int) -> Layout:
-        """Lay out weights given as (name, logical shape, group) over `parts` ranks."""
+    def of(
+        cls, weights: Iterable[tuple[str, Sequence[int], str]], parts: int, blocks: Mapping[str, Block] | None = None
+    ) -> Layout:
+        """Lay out weights given as (name, logical shape, group) over `parts` ranks.
+
+        Args:
+            weights: of one unit.
+            parts: ranks of z.
+            blocks: what this rank computes with of each weight; of those not listed, all.
+        """
         listed = list(weights)
         groups = list(dict.fromkeys(group for _, _, group in listed if group != FROZEN)) + [FROZEN]
         slots: list[Slot] = []
         size = trained = full = 0
         for group in groups:
             for name, shape, _ in (weight for weight in listed if weight[2] == group):
-                rows, width = _rows(shape, parts)
-                slots.append(Slot(name, tuple(shape), group, rows, width, -(-rows // parts), size, full))
+                block = (blocks or {}).get(name) or Block.whole(shape)
+                rows, width = _rows(block.shape, parts)
+                slots.append(Slot(name, block, group, rows, width, -(-rows // parts), size, full))
                 size += slots[-1].segment
                 full += slots[-1].taken(parts)
             if group != FROZEN:

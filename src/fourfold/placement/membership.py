@@ -24,7 +24,7 @@ class Members:
         name: of its block or blocks.
         blocks: module paths of its blocks.
         outer: some of its weights lie before or after the blocks.
-        weights: (logical name, logical shape, optimizer group).
+        weights: (logical name, shape, optimizer group).
         owners: where each parameter hangs.
     """
 

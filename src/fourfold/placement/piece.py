@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
+from torch import Tensor
+
 
 class Piece(NamedTuple):
     """One box.
@@ -15,7 +17,9 @@ class Piece(NamedTuple):
         shape: logical shape of the whole parameter.
         offsets: where the box begins, per dim of the logical shape.
         sizes: extent of the box, per dim; a zero extent is an empty box (more ranks than rows).
-        start: index in the flat shard of the box's first element; the box is contiguous from there.
+        start: index in the flat shard of the box's first element.
+        strides: of the box in the flat shard. A box is contiguous from `start`, unless it is one of several that lie
+            side by side in its rows.
     """
 
     name: str
@@ -23,16 +27,16 @@ class Piece(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     start: int
+    strides: tuple[int, ...]
 
     @property
     def numel(self) -> int:
         """Elements in the box."""
         return prod(self.sizes)
 
-    @property
-    def stop(self) -> int:
-        """Index in the flat shard just past the box."""
-        return self.start + self.numel
+    def of(self, flat: Tensor) -> Tensor:
+        """The box [sizes] in a flat shard, a view."""
+        return flat.as_strided(self.sizes, self.strides, flat.storage_offset() + self.start)
 
 
 def boxes(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

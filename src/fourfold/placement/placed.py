@@ -25,6 +25,7 @@ from fourfold.placement.reach import reached
 from fourfold.placement.refusals import reads_explained, refuse
 from fourfold.placement.seats import Seats, room
 from fourfold.placement.state import answer_state_dict, write_loaded_state
+from fourfold.placement.tensor.split import Split, divide
 from fourfold.placement.unit import Unit
 from fourfold.plan import Codec, Events, Placement
 from fourfold.wire import Mesh
@@ -49,7 +50,14 @@ class Placed:
     """A model whose weights live in arenas, and the verbs of one step on it."""
 
     def __init__(
-        self, model: nn.Module, anatomy: Anatomy, mesh: Mesh, options: Placement, units: list[Unit], events: Events
+        self,
+        model: nn.Module,
+        anatomy: Anatomy,
+        mesh: Mesh,
+        options: Placement,
+        units: list[Unit],
+        events: Events,
+        split: Split | None = None,
     ):
         """Use `place`."""
         self.model, self.anatomy, self.mesh, self.options = model, anatomy, mesh, options
@@ -61,9 +69,10 @@ class Placed:
         self._outer: list[Unit] = []
         self._inner: list[Unit] = []
         self._reached: list[Unit] = []
+        self.split = split
         self.statistics: batch_norm.Scope | None = None
         narrow = units[0].arena.precision.compute.itemsize < 4  # torch's own wants weights in float32 then
-        if options.world > 1 or options.recompute == "full" or narrow:
+        if options.parts > 1 or options.recompute == "full" or narrow:
             self.statistics = batch_norm.synchronise(model, self._scope)
 
     # ---- a step
@@ -170,6 +179,9 @@ class Placed:
         with ExitStack() as stack:
             for unit in self.units:
                 stack.enter_context(unit.pinned())
+            if self.split is not None:
+                parameters = {name: parameter for unit in self.units for name, parameter in unit.parameters.items()}
+                stack.enter_context(self.split.whole(parameters))
             yield self.model
 
     def logical(self, flat: Callable[[Unit], Tensor]) -> dict[str, Tensor]:
@@ -183,10 +195,12 @@ class Placed:
             mine = flat(unit)
             staged = torch.empty(layout.parts, mine.numel(), dtype=mine.dtype, device=mine.device)
             unit.axis.all_gather(staged.view(-1), mine.contiguous(), "control").wait()
+            blocks: dict[str, Tensor] = {}
             for slot in layout.slots:
                 if slot.shard_start + slot.segment <= mine.numel():
                     rows = staged[:, slot.shard_start : slot.shard_start + slot.used].reshape(-1)
-                    whole[slot.name] = rows[: slot.numel].view(slot.shape).clone()
+                    blocks[slot.name] = rows[: slot.numel].view(slot.shape).clone()
+            whole |= blocks if self.split is None else self.split.assembly.assembled(blocks)
         return whole
 
     def compile(self, **settings: Any) -> None:
@@ -222,7 +236,9 @@ def place(
         codec: the form in which gradients cross over z.
         seats: numbers of every rank travel behind the gradient that leaves last, which the rule sums over all ranks.
     """
-    refuse(model, anatomy, ranks=options.world)
+    refuse(model, anatomy, ranks=options.parts)
+    split = divide(model, anatomy, mesh, options.grid) if options.grid.cuts_features else None
+    blocks = {} if split is None else {name: split.assembly.block(name) for name in split.assembly.cuts}
     precision = Precision.of(options.precision, device)
     itemsize = torch.empty(0, dtype=precision.message).element_size()
     axis = mesh["z"]
@@ -231,9 +247,9 @@ def place(
     sorted_ = members(model, anatomy, group, bucket=options.message, apart=apart, itemsize=itemsize)
     units: list[Unit] = []
     for index, member in enumerate(sorted_):
-        layout = Layout.of(member.weights, axis.size)
+        layout = Layout.of(member.weights, axis.size, blocks)
         leaves_last = layout.trained > 0 and not any(unit.arena.layout.trained for unit in units)
-        passengers = room(options.world) if seats and leaves_last else 0
+        passengers = room(options.parts) if seats and leaves_last else 0
         arena = Arena(layout, precision, axis.index, resident=not sharded, device=device, passengers=passengers)
         arena.fill(fill)
         units.append(
@@ -242,9 +258,11 @@ def place(
     for unit in units:
         unit.install()
     _place_buffers(model, precision, device)
-    placed = Placed(model, anatomy, mesh, options, units, events)
+    if split is not None:
+        split.attach(model)
+    placed = Placed(model, anatomy, mesh, options, units, events, split)
     _wrap_blocks(placed, sorted_)
-    answer_state_dict(model, units)
+    answer_state_dict(model, units, None if split is None else split.assembly)
     write_loaded_state(model, units)
     return placed
 

@@ -12,26 +12,28 @@ from torch import Tensor, nn
 
 from fourfold.placement.layout import Slot
 from fourfold.placement.refusals import PlacementError
+from fourfold.placement.tensor.assembly import Assembly
 from fourfold.placement.uncopied import Uncopied
 from fourfold.placement.unit import Unit
 from fourfold.torch_private import take_assign
 
 
-def answer_state_dict(model: nn.Module, units: Sequence[Unit]) -> None:
+def answer_state_dict(model: nn.Module, units: Sequence[Unit], assembly: Assembly | None) -> None:
     """Gather what a `state_dict()` call asks for while it is being answered. All ranks call it together."""
-    transient = [unit for unit in units if unit.arena.transient]
-    homes = {id(parameter): unit for unit in transient for parameter in unit.parameters.values()}
+    incomplete = [unit for unit in units if unit.arena.transient or assembly is not None]
+    homes = {id(parameter): unit for unit in incomplete for parameter in unit.parameters.values()}
+    names = {id(parameter): name for unit in incomplete for name, parameter in unit.parameters.items()}
     for module in model.modules():
         under = list(dict.fromkeys(homes[id(p)] for p in module.parameters() if id(p) in homes))
         if under:
-            _Answer(under).attach(module)
+            _Answer(under, names, assembly).attach(module)
 
 
 class _Answer(Uncopied):
     """The hooks of one module around its `state_dict`."""
 
-    def __init__(self, units: Sequence[Unit]):
-        self.units = units
+    def __init__(self, units: Sequence[Unit], names: Mapping[int, str], assembly: Assembly | None):
+        self.units, self.names, self.assembly = units, names, assembly
         self._open: list[ExitStack] = []
 
     def attach(self, module: nn.Module) -> None:
@@ -50,7 +52,16 @@ class _Answer(Uncopied):
         for name, value in state.items():
             if isinstance(value, Tensor) and name.startswith(prefix):
                 state[name] = value.detach().clone()
+        if self.assembly is not None:
+            self._assemble(self.assembly, module, prefix, state)
         self._open.pop().close()
+
+    def _assemble(self, assembly: Assembly, module: nn.Module, prefix: str, state: dict[str, Any]) -> None:
+        """The module's own weights whole; those of modules inside it have been answered before."""
+        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            name, key = self.names.get(id(parameter)), prefix + attribute
+            if name is not None and key in state:
+                state.update({key: assembly.assembled({name: state[key]})[name]})
 
 
 def write_loaded_state(model: nn.Module, units: Sequence[Unit]) -> None:
@@ -78,7 +89,7 @@ class _Loading(Uncopied):
         self._changed: dict[int, Unit] = {}
 
     def write(
-        self, module: nn.Module, state: Mapping[str, Any], prefix: str, about: dict[str, Any], *outcome: Any
+        self, module: nn.Module, state: dict[str, Any], prefix: str, about: dict[str, Any], *outcome: Any
     ) -> None:
         """Before torch loads a module's own weights."""
         if take_assign(about):
@@ -97,8 +108,9 @@ class _Loading(Uncopied):
                 self._changed[unit.index] = unit
                 unit.make_room()
             # Torch has words for a wrong shape; like it, take one element for a weight without dims.
-            if value.shape == slot.shape or (not slot.shape and value.shape == (1,)):
-                _write_rows(unit, slot, value)
+            if value.shape == slot.block.logical or (not slot.shape and value.shape == (1,)):
+                state[prefix + name] = value if slot.block.is_whole else slot.block.take(value)
+                _write_rows(unit, slot, state[prefix + name])
 
     def finish(self, module: nn.Module, incompatible: Any) -> None:
         """After a module; after the last one, every rank brings its resting weights up to date, in one order."""

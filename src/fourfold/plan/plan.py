@@ -84,7 +84,7 @@ class Placement:
         z = tensor.module.grid(tensor.options).z
         if z > 1 and self.z not in (1, z):
             raise PlanError(
-                f"plan.placement.z: expected {z}, which is what plan.placement.tensor says, found {self.z}; leave it out"
+                f"plan.placement.z: expected {z}, as plan.placement.tensor says, found {self.z}; leave it out"
             )
         if z > 1:
             object.__setattr__(self, "z", z)

@@ -22,7 +22,7 @@ ROOMS = {
     "sync": "fourfold.sync.",
     "tensor": "fourfold.placement.tensor.grid_",
 }
-"""Where the files of each kind of technique live: a package, and how their names begin (no file begins with a digit)."""
+"""Where the files of each kind of technique live: a package, and how their names begin (none may with a digit)."""
 
 
 class TechniqueError(ValueError):

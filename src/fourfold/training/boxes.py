@@ -14,21 +14,30 @@ from fourfold.training.optimizer import Optimizer
 from fourfold.training.step import Step
 
 
-def boxes_of(step: Step, *, buffers: bool) -> list[Box]:
-    """This rank's boxes of weights and optimizer state: on ranks of one replica they cover every element exactly once.
+def boxes_to_read(step: Step) -> list[Box]:
+    """Everything that this rank holds of weights, optimizer state and buffers."""
+    return _boxes(step, _all_names(step), buffers=True)
 
-    Args:
-        step: whose model and optimizer.
-        buffers: with the buffers, of which every rank holds all: one rank writes them, and all read them.
+
+def boxes_to_write(step: Step) -> list[Box]:
+    """This rank's share: on the ranks of one replica they cover every element exactly once.
+
+    Of what several ranks hold, one writes it: weights whose block another rank owns, and buffers, which the first rank
+    of the replica writes.
     """
+    slots = (slot for unit in step.placed.units for slot in unit.arena.layout.slots)
+    return _boxes(step, {slot.name for slot in slots if slot.block.owned}, buffers=step.mesh.replica.index == 0)
+
+
+def _boxes(step: Step, names: set[str], *, buffers: bool) -> list[Box]:
     placed = step.placed
-    boxes = list(_weights(placed))
+    boxes = [box for name, box in _weights(placed) if name in names]
     states = iter(step.optimizer.state_dict())
     for shard in placed.shards:
-        state = next(states)
+        state, pieces = next(states), [piece for piece in shard.pieces if piece.name in names]
         for kind, flat in state.items():
             if flat.shape == shard.parameter.shape and kind in step.optimizer.state_names:
-                boxes += [_box(f"optimizer.{kind}.{piece.name}", piece, flat) for piece in shard.pieces]
+                boxes += [_box(f"optimizer.{kind}.{piece.name}", piece, flat) for piece in pieces]
     if buffers:
         boxes += [Box.whole(f"buffer.{name}", buffer) for name, buffer in _buffers(placed)]
     return boxes
@@ -50,20 +59,24 @@ def not_finite(placed: Placed) -> str | None:
         values = shard.parameter.detach()
         if not values.isfinite().all():
             for piece in shard.pieces:
-                if not values[piece.start : piece.stop].isfinite().all():
+                if not piece.of(values).isfinite().all():
                     return piece.name
     return None
 
 
-def _weights(placed: Placed) -> Iterator[Box]:
+def _all_names(step: Step) -> set[str]:
+    return {slot.name for unit in step.placed.units for slot in unit.arena.layout.slots}
+
+
+def _weights(placed: Placed) -> Iterator[tuple[str, Box]]:
     for unit in placed.units:
         for slot in unit.arena.layout.slots:
             for piece in slot.pieces(unit.arena.index):
-                yield _box(f"model.{piece.name}", piece, unit.arena.shard)
+                yield piece.name, _box(f"model.{piece.name}", piece, unit.arena.shard)
 
 
 def _box(name: str, piece: Piece, flat: Tensor) -> Box:
-    return Box(name, piece.shape, piece.offsets, flat[piece.start : piece.stop].view(piece.sizes))
+    return Box(name, piece.shape, piece.offsets, piece.of(flat))
 
 
 def _buffers(placed: Placed) -> Iterable[tuple[str, Tensor]]:

@@ -19,7 +19,7 @@ from fourfold.placement.rows import share
 from fourfold.plan import Events, Plan, Rule
 from fourfold.training import checkpoint
 from fourfold.training.batch import Batch, batch_of
-from fourfold.training.boxes import boxes_of, names_of, not_finite, scalars_of, set_scalars
+from fourfold.training.boxes import boxes_to_read, boxes_to_write, names_of, not_finite, scalars_of, set_scalars
 from fourfold.training.checkpoint.state import encode
 from fourfold.training.evaluation import evaluating
 from fourfold.training.loss_value import looked_at
@@ -241,10 +241,10 @@ class Run:
             self._saving = checkpoint.save(
                 path,
                 self.number,
-                boxes_of(step, buffers=self.mesh["z"].index == 0),
+                boxes_to_write(step),
                 state,
                 rank=rank,
-                writers=range(self.mesh["z"].size),
+                writers=range(self.plan.placement.grid.ranks),
                 keep=keep,
             )
         saving = self._saving
@@ -276,7 +276,7 @@ class Run:
                 "Call run.wait() on all ranks before checkpoint.latest, and see that all machines share the folder"
             )
         with self._together("weights may be of two steps now: load another checkpoint"):
-            state = checkpoint.load(path, boxes_of(self._taken, buffers=True), expected=names_of(self._taken))
+            state = checkpoint.load(path, boxes_to_read(self._taken), expected=names_of(self._taken))
             self.load_state_dict(state)
         for unit in self.placed.units:
             unit.refresh(whole=True)
@@ -322,7 +322,7 @@ class Run:
     def _collect(self, number: float) -> list[list[float]]:
         """A number of every rank, in rank order."""
         with self._outside_of_steps():
-            return self._taken.everyone.collect([number])
+            return self.mesh.everyone.collect([number])
 
     def state_dict(self) -> dict[str, Any]:
         """Everything mutable that is not a tensor with a logical shape."""

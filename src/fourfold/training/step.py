@@ -151,8 +151,8 @@ class Step:
         if options.clip is None:
             return None
         order = float(options.clip_norm)
-        # Shards are disjoint over z; over data they are the same.
-        shares = self.mesh["z"].collect([self.placed.norm_share(order)])
+        # Shards are disjoint over x, y and z, copies counted once; over data they are the same.
+        shares = self.mesh.replica.collect([self.placed.norm_share(order)])
         found = norm.total([share[0] for share in shares], order) * factor
         if not math.isfinite(found):
             broken = [index for index, share in enumerate(shares) if not math.isfinite(share[0])]
@@ -166,7 +166,7 @@ class Step:
         sizes = [unit.arena.summed.numel() for unit in self.placed.units if unit.arena.layout.trained]
         self.rule.forecast(ledger, sizes, self.placed.units[0].arena.gradient.element_size())
         self._courier.forecast(ledger)
-        parts = self.mesh["z"].size
-        if parts > 1 and self.optimizer.options.clip is not None:
-            ledger.send("z", "control", "all_gather", formulas.all_gather(parts, parts * 8))
+        holders = self.mesh.replica
+        if holders.size > 1 and self.optimizer.options.clip is not None:
+            ledger.send(holders.name, "control", "all_gather", formulas.all_gather(holders.size, holders.size * 8))
         return ledger

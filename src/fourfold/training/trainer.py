@@ -254,7 +254,7 @@ def resume(run: Run, folder: RunFolder) -> str | None:
     """
     run.ledger.begin(-1)  # belongs to no step
     newest = checkpoint.latest(folder.checkpoints)
-    found = [rank[0] for rank in run.mesh.over("z", "data").collect([float(newest is not None)])]
+    found = [rank[0] for rank in run.mesh.everyone.collect([float(newest is not None)])]
     if len(set(found)) > 1:
         without = ", ".join(str(rank) for rank, found_one in enumerate(found) if not found_one)
         raise checkpoint.CheckpointError(

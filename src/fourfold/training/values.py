@@ -63,7 +63,7 @@ def _held(model: nn.Module, mesh: Mesh) -> Fill:
     flat = {name: parameter.detach().reshape(-1).cpu() for name, parameter in model.named_parameters()}
     held = flat | {name: buffer.detach().reshape(-1).cpu() for name, buffer in model.named_buffers()}
     checks = [float(zlib.crc32(values.contiguous().view(torch.uint8).numpy().data)) for values in held.values()]
-    ranks = mesh.over("z", "data").collect(checks)
+    ranks = mesh.everyone.collect(checks)
     for rank, theirs in enumerate(ranks):
         for name, mine, other in zip(held, ranks[0], theirs, strict=True):
             if mine != other:

@@ -65,6 +65,16 @@ class Mesh:
             axis = self._axes[title] = Axis(self.world, title, members, self.ledger, channel)
         return axis
 
+    @property
+    def everyone(self) -> Axis:
+        """All ranks: z and data, and every other axis with more than one."""
+        return self.over(*(name for name, size in self.sizes.items() if size > 1 or name in ("z", "data")))
+
+    @property
+    def replica(self) -> Axis:
+        """The ranks that hold one copy of the weights between them: z, and x and y if they have more than one."""
+        return self.over(*(name for name in ("x", "y", "z") if self.sizes[name] > 1 or name == "z"))
+
     def digest(self) -> int:
         """A running hash of every collective this rank has issued, over all axes; fits a float64 exactly."""
         total = 0

@@ -1,7 +1,7 @@
 """Megatron's 1D algorithm with sequence parallelism (Korthikanti et al., arXiv 2205.05198, section 4.2.2).
 
-Between linears, rows of activations lie over y: sums become a scatter and a gather, and norms and dropouts are no longer
-computed by every rank for all rows.
+Between linears, rows of activations lie over y: sums become a scatter and a gather, and norms and dropouts are no
+longer computed by every rank for all rows.
 """
 
 from __future__ import annotations

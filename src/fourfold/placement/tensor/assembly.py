@@ -1,0 +1,49 @@
+"""Whole logical tensors from the blocks that the ranks of x and y hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fourfold.placement.cut import Block, Cut
+from fourfold.wire import Mesh
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Who holds what of the weights.
+
+    Attributes:
+        mesh: this rank's.
+        cuts: of every weight.
+    """
+
+    mesh: Mesh
+    cuts: Mapping[str, Cut]
+
+    def block(self, name: str) -> Block:
+        """What this rank holds of a weight."""
+        return self.cuts[name].at(self._coordinates(self.mesh.over("x", "y").index))
+
+    def assembled(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors of this rank's blocks, by name, on every rank. All ranks of x and y call it together."""
+        axis = self.mesh.over("x", "y")
+        whole: dict[str, Tensor] = {}
+        for name, mine in local.items():
+            blocks = [self.cuts[name].at(self._coordinates(index)) for index in range(axis.size)]
+            largest = max(torch.Size(block.shape).numel() for block in blocks)
+            padded = mine.new_zeros(largest)
+            padded[: mine.numel()] = mine.reshape(-1)
+            every = mine.new_empty(axis.size, largest)
+            axis.all_gather(every.view(-1), padded, "control").wait()
+            whole[name] = mine.new_empty(self.cuts[name].shape)
+            for block, values in zip(blocks, every, strict=True):
+                block.put(whole[name], values[: torch.Size(block.shape).numel()])
+        return whole
+
+    def _coordinates(self, index: int) -> dict[str, int]:
+        y, x = divmod(index, self.mesh["x"].size)
+        return {"x": x, "y": y}

@@ -1,0 +1,275 @@
+"""How every weight of a model is cut over x and y: from its anatomy, by arithmetic, before anything is allocated.
+
+Features of the residual are dealt over x one by one, heads in whole heads, what is packed (q|k|v) part by part. Where
+queries share key-value heads, all of them are dealt by the key-value heads; on more ranks than key-value heads,
+neighbours hold copies of one, and the queries of that head are dealt among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from fourfold.anatomy import Anatomy, Linear
+from fourfold.placement.cut import Cut, Share, deal
+from fourfold.placement.refusals import PlacementError
+from fourfold.plan.grid import Grid
+
+SMALL_TABLE = 16
+"""The rows of a table with this many times fewer rows than the largest one lie whole on every rank of y: positions and
+token types. They cost little memory, and looking them up no message."""
+
+
+@dataclass
+class Dealing:
+    """Cuts of weights as they are found, and what is to be done about what is not cut.
+
+    Attributes:
+        anatomy: of the model.
+        sizes: of x and y.
+        names: id of a parameter of the model → its logical name.
+        cuts: of every weight.
+        partial: weight → what its gradient must be summed over, since every rank uses it for features of its own: an
+            axis, or the neighbours that hold copies of the same heads.
+        known: by axis and whole size, how so many features (or heads) are dealt.
+    """
+
+    anatomy: Anatomy
+    sizes: dict[str, int]
+    names: dict[int, str]
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    partial: dict[str, Share | str] = field(default_factory=dict)
+    known: dict[tuple[str, int], list[Share]] = field(default_factory=dict)
+    _outputs: dict[tuple[str, int, str], Share] = field(default_factory=dict)
+
+    def share(self, linear: Linear, size: int, axis: str | None, unit: int) -> Share | None:
+        """How the input features of a linear are dealt: as the outputs of a neighbour in its module are, if one is."""
+        if axis is None or self.sizes[axis] == 1:
+            return None
+        known = self._outputs.get((_parent(linear.module), size, axis))
+        return known or self.evenly(size, axis, unit)
+
+    def evenly(self, size: int, axis: str, unit: int = 1) -> Share:
+        """Units one after the other."""
+        ranks = self.sizes[axis]
+        runs = (deal(size // unit, ranks, index) for index in range(ranks))
+        return self.remember(Share(axis, tuple((range(run.start * unit, run.stop * unit),) for run in runs)), size)
+
+    def note(self, linear: Linear, size: int, share: Share) -> None:
+        """A linear's output features are dealt so."""
+        self._outputs.setdefault((_parent(linear.module), size, share.axis), share)
+
+    def remember(self, share: Share, size: int) -> Share:
+        """So many features, or heads, are dealt so."""
+        known = self.known.setdefault((share.axis, size), [])
+        if share not in known:
+            known.append(share)
+        return share
+
+    def pairs(self, coordinates: Mapping[str, int]) -> set[tuple[int, int]]:
+        """(whole size, size here) of everything that is dealt."""
+        return {
+            (size, share.extent(coordinates[axis])) for (axis, size), shares in self.known.items() for share in shares
+        }
+
+    def runs(self, axis: str, size: int, here: int, index: int) -> tuple[range, ...]:
+        """The indices, of `size` over an axis, that the rank at `index` holds, given how many they are.
+
+        Raises:
+            PlacementError: nothing that is dealt has these sizes.
+        """
+        for share in self.known.get((axis, size), ()):
+            if share.extent(index) == here:
+                return share.runs[index]
+        raise PlacementError(
+            f"a dropout's tensor has {here} of {size} entries over {axis}: expected a number that features or heads are "
+            "dealt by; leave out plan.placement.tensor, or set the dropout to 0"
+        )
+
+
+def deal_weights(model: nn.Module, anatomy: Anatomy, grid: Grid) -> Dealing:
+    """Cut every weight of the model.
+
+    Raises:
+        PlacementError: something does not fit the grid; names the layer, the axis and the nearest sizes that fit.
+    """
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
+    dealing = Dealing(anatomy, {"x": grid.x, "y": grid.y}, names)
+    biases = {name: _bias(model, linear, names) for name, linear in anatomy.linears.items()}
+    for group in _groups(anatomy):
+        _deal_group(dealing, group, shapes, biases)
+    for name, axis in anatomy.embeddings.items():
+        if name not in dealing.cuts:
+            _deal_table(dealing, name, axis, shapes)
+    for path, norm in anatomy.norms.items():
+        for name in _own(model, path, names):
+            _deal_vector(dealing, name, shapes, norm.axis, norm.spans, _parent(path))
+    for name, raw in anatomy.raw.items():
+        if name not in dealing.cuts:
+            _deal_vector(dealing, name, shapes, raw.axis, raw.spans, _parent(name))
+    for name, shape in shapes.items():
+        dealing.cuts.setdefault(name, Cut(shape, (None,) * len(shape)))
+    return dealing
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _own(model: nn.Module, path: str, names: Mapping[int, str]) -> list[str]:
+    return [names[id(parameter)] for parameter in model.get_submodule(path).parameters(recurse=False)]
+
+
+def _bias(model: nn.Module, linear: Linear, names: Mapping[int, str]) -> str | None:
+    bias = getattr(model.get_submodule(linear.module), "bias", None)
+    return names.get(id(bias))
+
+
+def _groups(anatomy: Anatomy) -> Iterator[list[str]]:
+    """Linears whose outputs are dealt together: siblings of one attention, else each by itself; producers first."""
+    seen: set[str] = set()
+    for name in anatomy.linears:
+        if name not in seen:
+            group = next((list(names) for names in anatomy.siblings if name in names), [name])
+            seen.update(group)
+            yield [one for one in group if one in anatomy.linears]
+
+
+def _dims(layout: str) -> tuple[int, int]:
+    """(dim of the output features, dim of the input features)."""
+    order = layout.split(",")
+    return order.index("out"), order.index("in")
+
+
+def _deal_group(
+    dealing: Dealing,
+    names: Sequence[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    biases: Mapping[str, str | None],
+) -> None:
+    linears = dealing.anatomy.linears
+    sections = {name: _sections(linears[name], shapes[name]) for name in names}
+    counts = [size // linears[name].unit_out for name in names for size in sections[name] if linears[name].unit_out > 1]
+    for name in names:
+        linear, shape = linears[name], shapes[name]
+        out, into = _dims(linear.layout)
+        shares: list[Share | None] = [None] * len(shape)
+        axis = linear.output
+        if axis is not None and dealing.sizes[axis] > 1:
+            share = shares[out] = _outputs(dealing, name, axis, sections[name], counts)
+            dealing.note(linear, shape[out], share)
+            if share.copies > 1:
+                dealing.partial[name] = share
+        shares[into] = dealing.share(linear, shape[into], linear.contract, linear.unit_in)
+        _refuse_empty(name, shares[into], shape[into], "input features")
+        _settle(dealing, name, Cut(shape, tuple(shares)))
+        bias = biases[name]
+        if bias is not None:
+            _settle(dealing, bias, Cut(shapes[bias], (shares[out],)))
+            if name in dealing.partial:
+                dealing.partial[bias] = dealing.partial[name]
+
+
+def _sections(linear: Linear, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return linear.parts or (shape[_dims(linear.layout)[0]],)
+
+
+def _outputs(dealing: Dealing, name: str, axis: str, sections: Sequence[int], counts: Sequence[int]) -> Share:
+    """The output features of one linear, section by section."""
+    linear, ranks = dealing.anatomy.linears[name], dealing.sizes[axis]
+    unit = linear.unit_out
+    runs: list[list[range]] = [[] for _ in range(ranks)]
+    start = 0
+    for size in sections:
+        count = size // unit
+        if unit > 1:
+            dealt = [_heads(name, count, min(counts), axis, ranks, index) for index in range(ranks)]
+        else:
+            dealt = [deal(count, ranks, index) for index in range(ranks)]
+        if not all(dealt):
+            raise PlacementError(_too_few(name, axis, ranks, count, "heads" if unit > 1 else "features"))
+        dealing.remember(Share(axis, tuple((units,) for units in dealt)), count)
+        for units, mine in zip(dealt, runs, strict=True):
+            mine.append(range(start + units.start * unit, start + units.stop * unit))
+        section = Share(axis, tuple((range(units.start * unit, units.stop * unit),) for units in dealt))
+        dealing.note(linear, size, dealing.remember(section, size))
+        start += size
+    return dealing.remember(Share(axis, tuple(map(tuple, runs))), start)
+
+
+def features_of(dealing: Dealing, name: str, index: int) -> Iterator[tuple[int, int]]:
+    """(output features of the whole, those here) of every section of a linear's weight, and of all of them."""
+    cut, linear = dealing.cuts[name], dealing.anatomy.linears[name]
+    out, _ = _dims(linear.layout)
+    share = cut.shares[out]
+    assert share is not None
+    yield from zip(_sections(linear, cut.shape), map(len, share.runs[index]), strict=True)
+
+
+def _heads(name: str, heads: int, groups: int, axis: str, ranks: int, index: int) -> range:
+    """Which of `heads` heads a rank gets, where every `groups`-th part of them belongs to one key-value head."""
+    each, rest = divmod(heads, groups)
+    if rest:
+        raise PlacementError(
+            f"{name}: expected its {heads} heads to be a multiple of the {groups} key-value heads beside it; such a "
+            f"model cannot be cut over {axis}: leave out plan.placement.tensor"
+        )
+    if ranks <= groups:
+        mine = deal(groups, ranks, index)
+        return range(mine.start * each, mine.stop * each)
+    copies, rest = divmod(ranks, groups)
+    if rest:
+        raise PlacementError(
+            f"{name}: {groups} key-value heads over {axis} = {ranks}: expected at most {groups} ranks, or a multiple "
+            f"of that, each with copies of one head; nearest: {axis} = {groups * copies} or {groups * (copies + 1)}"
+        )
+    group, copy = divmod(index, copies)
+    mine = deal(each, copies, copy) if each > 1 else range(1)
+    return range(group * each + mine.start, group * each + mine.stop)
+
+
+def _too_few(name: str, axis: str, ranks: int, count: int, what: str) -> str:
+    return (
+        f"{name}: {count} {what} over {axis} = {ranks} leave some rank without any; "
+        f"expected plan.placement.tensor.{axis} of at most {count}"
+    )
+
+
+def _refuse_empty(name: str, share: Share | None, size: int, what: str) -> None:
+    if share is not None and any(share.extent(index) == 0 for index in range(len(share.runs))):
+        raise PlacementError(_too_few(name, share.axis, len(share.runs), size, what))
+
+
+def _settle(dealing: Dealing, name: str, cut: Cut) -> None:
+    before = dealing.cuts.setdefault(name, cut)
+    if before != cut:
+        raise PlacementError(
+            f"{name}: is used in two ways that would be cut differently over x and y; untie it, or leave out "
+            "plan.placement.tensor"
+        )
+
+
+def _deal_table(dealing: Dealing, name: str, axis: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    rows, width = shapes[name]
+    largest = max(shapes[table][0] for table in dealing.anatomy.embeddings)
+    whole = dealing.sizes["y"] == 1 or rows < dealing.sizes["y"] or rows * SMALL_TABLE <= largest
+    columns = dealing.evenly(width, axis) if dealing.sizes[axis] > 1 else None
+    _refuse_empty(name, columns, width, "columns")
+    dealing.cuts[name] = Cut((rows, width), (None if whole else dealing.evenly(rows, "y"), columns))
+
+
+def _deal_vector(
+    dealing: Dealing, name: str, shapes: Mapping[str, tuple[int, ...]], axis: str | None, spans: bool, scope: str
+) -> None:
+    """A weight that joins activations elementwise: its last dim runs over the features, or it is one for all."""
+    shape = shapes[name]
+    if axis is None or dealing.sizes[axis] == 1:
+        return
+    if not spans:
+        dealing.partial[name] = axis
+        return
+    share = dealing._outputs.get((scope, shape[-1], axis)) or dealing.evenly(shape[-1], axis)
+    _settle(dealing, name, Cut(shape, (*(None for _ in shape[1:]), share)))

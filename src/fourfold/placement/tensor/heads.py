@@ -1,0 +1,62 @@
+"""Counts of heads that attention modules keep as attributes become those of the heads that are here.
+
+Stock code asks for shapes in two ways: `view(..., -1, head_dim)`, which needs nothing, and by counts that the module
+keeps. Names of such counts are few; a model that counts by another name is caught by the rehearsal (`rehearsal.py`),
+which compares every shape with that of the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "heads", "num_key_value_heads", "num_kv_heads")
+FEATURES = ("split_size", "embed_dim", "all_head_size", "hidden_size", "inner_dim", "q_size", "kv_size")
+GROUPS = ("num_key_value_groups", "n_rep")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a module's projections hold: by whole count, the count here; of heads and of features.
+
+    Attributes:
+        heads: {heads of the whole: heads here}, for queries and for keys and values.
+        features: the same of all their features.
+        groups: query heads here for each key-value head here.
+    """
+
+    heads: Mapping[int, int]
+    features: Mapping[int, int]
+    groups: int
+
+
+@dataclass(frozen=True)
+class Patch:
+    """An attribute, and its values for the whole and for this rank."""
+
+    module: nn.Module
+    name: str
+    whole: int
+    here: int
+
+    def apply(self, *, split: bool) -> None:
+        """Set the one or the other."""
+        setattr(self.module, self.name, self.here if split else self.whole)
+
+
+def patches(module: nn.Module, counts: Counts) -> Iterator[Patch]:
+    """The attributes of an attention module that count what is cut."""
+    for name, value in list(vars(module).items()):
+        if not isinstance(value, int) or isinstance(value, bool):
+            continue
+        here = None
+        if name in HEADS:
+            here = counts.heads.get(value)
+        elif name in FEATURES:
+            here = counts.features.get(value)
+        elif name in GROUPS:
+            here = counts.groups
+        if here is not None and here != value:
+            yield Patch(module, name, value, here)

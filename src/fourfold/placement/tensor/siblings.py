@@ -1,0 +1,135 @@
+"""The matrices of sibling linears, which read the same tensor: one multiplication where their memory allows it.
+
+Nothing here communicates. A linear is y = x B with B of [K, N]; a weight holds B ("in,out") or its transpose ("out,in",
+as `torch.nn.Linear`). Outputs of siblings lie side by side in one tensor of [M, ΣN].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Multiply(Protocol):
+    """A matrix product into a given place."""
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        """out [m, n] = a [m, k] b [k, n]."""
+        ...
+
+
+def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out [m, n] = a [m, k] b [k, n], by torch."""
+    torch.mm(a, b, out=out)
+
+
+def matrices(weights: Sequence[Tensor], turned: bool) -> list[Tensor]:
+    """The fewest matrices [K, N] whose columns, side by side, are those of all weights: views, never copies.
+
+    Args:
+        turned: the weights lie "in,out".
+    """
+    if turned:
+        return list(weights)
+    whole = side_by_side(weights)
+    return [weight.t() for weight in weights] if whole is None else [whole.t()]
+
+
+def side_by_side(weights: Sequence[Tensor]) -> Tensor | None:
+    """One view [ΣN, K] of weights [N, K] that follow each other without a gap in one storage, else None."""
+    first = weights[0]
+    storage = first.untyped_storage().data_ptr()
+    end, rows = first.storage_offset(), 0
+    for weight in weights:
+        same = weight.untyped_storage().data_ptr() == storage and weight.dtype == first.dtype
+        if not (same and weight.is_contiguous() and weight.storage_offset() == end):
+            return None
+        end, rows = end + weight.numel(), rows + weight.shape[0]
+    width = first.shape[1]
+    return first.as_strided((rows, width), (width, 1))
+
+
+def outputs(x: Tensor, blocks: Sequence[Tensor], out: Tensor, mm: Multiply = multiply) -> None:
+    """out [M, ΣN] = x [M, K] times all blocks [K, N]."""
+    first = 0
+    for block in blocks:
+        mm(x, block, out[:, first : first + block.shape[1]])
+        first += block.shape[1]
+
+
+def input_gradient(grad: Tensor, blocks: Sequence[Tensor], out: Tensor, mm: Multiply = multiply) -> None:
+    """out [M, K] = the sum over all blocks [K, N] of their columns of grad [M, ΣN] times the block transposed."""
+    first = 0
+    for block in blocks:
+        part = grad[:, first : first + block.shape[1]]
+        if first == 0:
+            mm(part, block.t(), out)
+        else:
+            out.addmm_(part, block.t())
+        first += block.shape[1]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Which of some siblings have a gradient, and where it lies in one flat tensor, weight after weight.
+
+    Attributes:
+        widths: output features N of each sibling.
+        trained: whether each one's weight has a gradient.
+        turned: weights lie "in,out".
+    """
+
+    widths: Sequence[int]
+    trained: Sequence[bool]
+    turned: bool
+
+    @property
+    def columns(self) -> int:
+        """Output features of all that have a gradient."""
+        return sum(width for width, trained in zip(self.widths, self.trained, strict=True) if trained)
+
+    def runs(self) -> Iterator[tuple[int, int, int]]:
+        """(first column of the output, past the last, features of trained siblings before it), GEMM by GEMM.
+
+        The gradients [N, K] of siblings that follow each other are one matrix; those that lie "in,out" are not.
+        """
+        begins = [0, *accumulate(self.widths)]
+        before, at = 0, 0
+        while at < len(self.widths):
+            end = at + 1
+            if self.trained[at]:
+                while not self.turned and end < len(self.widths) and self.trained[end]:
+                    end += 1
+                yield begins[at], begins[end], before
+                before += begins[end] - begins[at]
+            at = end
+
+
+def weight_gradients(
+    grad: Tensor, x: Tensor, which: Trained, between: Callable[[], object], pieces: int = 1, mm: Multiply = multiply
+) -> Tensor:
+    """The gradients of all trained weights, one after the other in a flat tensor of ΣN · K.
+
+    Args:
+        grad: [M, ΣN] of all siblings.
+        x: [M, K], what they read.
+        between: called after each multiplication, so that a collective under way can go on.
+        pieces: multiplications that each gradient is cut into.
+    """
+    depth = x.shape[1]
+    flat = x.new_empty(which.columns * depth)
+    for first, last, before in which.runs():
+        place, columns = flat[before * depth : (before + last - first) * depth], grad[:, first:last]
+        if which.turned:
+            halves = zip(x.t().chunk(pieces), place.view(depth, last - first).chunk(pieces), strict=True)
+        else:
+            halves = zip(columns.t().chunk(pieces), place.view(last - first, depth).chunk(pieces), strict=True)
+        for left, part in halves:
+            mm(left, columns if which.turned else x, part)
+            between()
+    return flat

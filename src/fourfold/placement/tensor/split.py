@@ -1,0 +1,197 @@
+"""A model whose features are cut over x and y: who computes what on which block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.anatomy import Anatomy, Linear
+from fourfold.placement.refusals import PlacementError
+from fourfold.placement.tensor.assembly import Assembly
+from fourfold.placement.tensor.dealing import Dealing, deal_weights, features_of
+from fourfold.placement.tensor.executor import Switch
+from fourfold.placement.tensor.heads import Counts, Patch, patches
+from fourfold.placement.tensor.linears import ConvolutionExecutor, LinearExecutor, Siblings
+from fourfold.placement.tensor.norms import NormExecutor
+from fourfold.placement.tensor.regions import RootExecutor, WholeExecutor
+from fourfold.placement.tensor.tables import TableExecutor
+from fourfold.plan.grid import Grid
+from fourfold.wire import Axis, Mesh
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass
+class Split:
+    """How one model is split over the x and y of a mesh.
+
+    Attributes:
+        anatomy: of the model.
+        mesh: this rank's, or a dry one.
+        dealing: the cuts of all weights.
+        overlap: sums of input gradients travel while weight gradients are computed.
+    """
+
+    anatomy: Anatomy
+    mesh: Mesh
+    dealing: Dealing
+    overlap: bool = True
+    switch: Switch = field(default_factory=Switch)
+    assembly: Assembly = field(init=False)
+    _patches: list[Patch] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.assembly = Assembly(self.mesh, self.dealing.cuts)
+
+    # ---- taking over
+
+    def attach(self, model: nn.Module) -> None:
+        """Take over the modules that compute with blocks. The model's weights are blocks from here on."""
+        self._attach_linears(model)
+        self._attach_norms(model)
+        for path, module in model.named_modules():
+            if isinstance(module, nn.Embedding):
+                self._attach_table(path, module)
+        for path, whole in self.anatomy.whole.items():
+            axis = self._axis(whole.inputs)
+            if axis.size > 1 or self._axis(whole.output).size > 1:
+                self._attach_whole(model, path)
+        for patch in self._patches:
+            patch.apply(split=True)
+
+    def attach_root(self, model: nn.Module, outputs: Mapping[int, tuple[str, int]]) -> None:
+        """Make the model's outputs whole: by place, the axis and the number of their features."""
+        cut = {place: (self.mesh[axis], self.dealing.evenly(size, axis)) for place, (axis, size) in outputs.items()}
+        if cut:
+            RootExecutor(self.switch, model, cut)
+
+    def watch_partial(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Sum the gradients of weights that every rank of an axis, or some of them, use for features of their own."""
+        for name, about in self.dealing.partial.items():
+            parameter = parameters[name]
+            if parameter.requires_grad:
+                axis = self.mesh[about] if isinstance(about, str) else self.mesh.part(about.axis, about.copies)
+                parameter.register_hook(_summing(axis))
+
+    def _axis(self, name: str | None) -> Axis:
+        """An axis; where features are whole, one of a single rank."""
+        return self.mesh.over() if name is None else self.mesh[name]
+
+    def _attach_linears(self, model: nn.Module) -> None:
+        linears = self.anatomy.linears
+        for group in self._sibling_groups(model):
+            first = linears[group[0]]
+            contract, output = self._axis(first.contract), self._axis(first.output)
+            modules = [model.get_submodule(linears[name].module) for name in group]
+            self._count_heads(model, group)
+            if contract.size == output.size == 1:
+                continue
+            if isinstance(modules[0], CONVOLUTIONS):
+                ConvolutionExecutor(self.switch, modules[0], contract, output)
+                continue
+            shared = first.role == "reducing"
+            siblings = Siblings(modules, contract, output, first.layout, overlap=self.overlap, shared=shared)
+            for number, module in enumerate(modules):
+                LinearExecutor(self.switch, module, siblings, number)
+
+    def _sibling_groups(self, model: nn.Module) -> Iterator[list[str]]:
+        """Linears that are computed together: siblings with axes, layout and kind in common."""
+        done: set[str] = set()
+        for name, linear in self.anatomy.linears.items():
+            if name in done or linear.layout not in ("out,in", "in,out"):
+                continue
+            together = next((names for names in self.anatomy.siblings if name in names), (name,))
+            group = [one for one in together if one not in done and self._alike(linear, self.anatomy.linears.get(one))]
+            if isinstance(model.get_submodule(linear.module), CONVOLUTIONS):
+                group = [name]
+            done.update(group)
+            yield group
+
+    @staticmethod
+    def _alike(one: Linear, other: Linear | None) -> bool:
+        return other is not None and one[:4] == other[:4]
+
+    def _count_heads(self, model: nn.Module, group: list[str]) -> None:
+        """The module that holds the projections of an attention may keep counts of heads."""
+        linears = [self.anatomy.linears[name] for name in group]
+        axis = self._axis(linears[0].output)
+        if axis.size == 1 or all(linear.unit_out == 1 for linear in linears):
+            return
+        heads: dict[int, int] = {}
+        features: dict[int, int] = {}
+        for name, linear in zip(group, linears, strict=True):
+            for size, here in features_of(self.dealing, name, axis.index):
+                heads[size // linear.unit_out] = here // linear.unit_out
+                features[size] = here
+        parent = model.get_submodule(linears[0].module.rpartition(".")[0])
+        counts = Counts(heads, features, max(heads.values()) // min(heads.values()))
+        self._patches += patches(parent, counts)
+
+    def _attach_norms(self, model: nn.Module) -> None:
+        for path, norm in self.anatomy.norms.items():
+            if norm.axis is None or not norm.spans or self.mesh[norm.axis].size == 1:
+                continue
+            NormExecutor(self.switch, model.get_submodule(path), path, self.mesh[norm.axis], norm.size)
+
+    def _attach_table(self, path: str, module: nn.Embedding) -> None:
+        name = self.dealing.names.get(id(module.weight))
+        share = self.dealing.cuts[name].shares[0] if name else None
+        if name in self.anatomy.embeddings and share is not None:
+            axis = self.mesh[share.axis]
+            (rows,) = share.runs[axis.index]
+            TableExecutor(self.switch, module, axis, rows)
+
+    def _attach_whole(self, model: nn.Module, path: str) -> None:
+        whole = self.anatomy.whole[path]
+        share = None if whole.inputs is None else self.dealing.evenly(whole.size, whole.inputs)
+        dealt = None if whole.output is None else self.dealing.evenly(whole.size, whole.output)
+        axes = self._axis(whole.inputs), self._axis(whole.output)
+        WholeExecutor(self.switch, model.get_submodule(path), axes[0], share, axes[1], dealt)
+
+    # ---- the logical view
+
+    @contextmanager
+    def whole(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        """Inside, the model is the plain one: its weights are whole and its own code runs, on every rank for itself."""
+        blocks = {name: parameter.data for name, parameter in parameters.items()}
+        for name, values in self.assembly.assembled(blocks).items():
+            parameters[name].data = values
+        self._be(split=False)
+        try:
+            yield
+        finally:
+            self._be(split=True)
+            for name, values in blocks.items():
+                parameters[name].data = values
+
+    def _be(self, *, split: bool) -> None:
+        self.switch.split = split
+        for patch in self._patches:
+            patch.apply(split=split)
+
+
+def _summing(axis: Axis) -> Callable[[Tensor], Tensor]:
+    def hook(gradient: Tensor) -> Tensor:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        axis.all_reduce(total, "gradient").wait()
+        return total
+
+    return hook
+
+
+def divide(model: nn.Module, anatomy: Anatomy, mesh: Mesh, grid: Grid, *, overlap: bool) -> Split:
+    """How the model is split; nothing of it has changed yet.
+
+    Raises:
+        PlacementError: it does not fit the grid; names the layer, the axis and the nearest sizes that fit.
+    """
+    if anatomy.problems:
+        raise PlacementError(
+            f"plan.placement.tensor: {type(model).__name__} cannot be cut over x and y: {anatomy.problems[0]}"
+            f"{f' (and {len(anatomy.problems) - 1} more)' if len(anatomy.problems) > 1 else ''}; leave it out"
+        )
+    return Split(anatomy, mesh, deal_weights(model, anatomy, grid), overlap)
