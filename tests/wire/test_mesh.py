@@ -16,7 +16,7 @@ SHAPE = {"x": 2, "z": 3, "data": 2}
 def test_x_is_fastest_then_y_z_data_pipe() -> None:
     def body(world: wire.World):
         mesh = wire.Mesh(world, SHAPE)
-        return mesh.coordinates, {name: mesh[name].members for name in ("x", "y", "z", "data", "pipe")}
+        return mesh.coordinates, {name: tuple(mesh[name].members) for name in ("x", "y", "z", "data", "pipe")}
 
     for rank, (at, members) in enumerate(wire.threads.launch(12, body)):
         assert rank == at["x"] + 2 * (at["y"] + 1 * (at["z"] + 3 * (at["data"] + 2 * at["pipe"])))

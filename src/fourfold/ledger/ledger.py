@@ -174,7 +174,7 @@ def _plain(flows: Mapping[Flow, Traffic]) -> dict[str, list[int]]:
 def _flows(plain: Mapping[str, Any]) -> dict[Flow, Traffic]:
     flows = {}
     for key, (calls, nbytes) in plain.items():
-        axis, kind, op = key.split("/")
+        axis, kind, op = key.rsplit("/", 2)  # a part of an axis is called "y/4"
         flows[Flow(axis, kind, op)] = Traffic(int(calls), int(nbytes))
     return flows
 

@@ -39,12 +39,14 @@ class Axis:
     do `sync` and `placement`, whose gathers and scatters have one round.) Tensors are contiguous; shapes do not
     matter, only the number of elements does. `kind` says what the bytes are for (`ledger.KINDS`); `codec` in which form
     they cross. On an axis of one rank every call is an immediate copy, takes no codec and counts nothing.
+    `sizes`, of gathers and scatters, are the elements of each rank's part, equal on every rank; None: equal parts.
 
     Attributes:
         name: "z", or "z+data" for a product.
         size, index: how many ranks, and which of them this is.
         members: their ranks in the world, in order.
         key: unique in this process; `wire.ops` takes it.
+        dry: nothing moves and nobody waits (`wire.dry`); bytes are counted all the same.
         calls: collectives issued so far.
         ledger: where bytes and spans are recorded.
     """
@@ -52,10 +54,11 @@ class Axis:
     def __init__(
         self, world: World, name: str, members: Sequence[int], ledger: Ledger, channel: Channel | None
     ) -> None:
-        self.world, self.name, self.members, self.ledger = world, name, tuple(members), ledger
+        self.world, self.name, self.members, self.ledger = world, name, members, ledger
         self.size, self.index = len(self.members), self.members.index(world.rank)
         self.key = f"{name}@{next(_numbers)}"
         self.calls = 0
+        self.dry = world.backend == "dry"
         self._channel, self._digest = channel, 0
         self._under_way: set[Work] = set()
         self._signatures: dict[str, int] = {}
@@ -74,34 +77,69 @@ class Axis:
         flat = _flat(tensor, "tensor")
         if self._channel is None:
             return self._alone("all_reduce", kind)
-        parts = [_wired(codec, count, flat) for count in formulas.shares(flat.numel(), self.size)]
-        sent = formulas.all_reduce_of_parts(parts, self.index)
+        if codec is None:
+            sent = formulas.all_reduce(self.size, flat.nbytes, flat.element_size(), self.index)
+        else:
+            parts = [_wired(codec, count, flat) for count in formulas.shares(flat.numel(), self.size)]
+            sent = formulas.all_reduce_of_parts(parts, self.index)
         signature = self._sign("all_reduce", kind, flat, flat.numel(), _form(codec))
-        return self._issue("all_reduce", kind, sent, algorithms.all_reduce(self._channel, flat, signature, codec))
+        # A dry sum is the tensor as it is; its two rounds would mix it with parts that were never there.
+        steps = algorithms.all_reduce(self._channel, flat, signature, None if self.dry else codec)
+        return self._issue("all_reduce", kind, sent, steps)
 
-    def all_gather(self, out: Tensor, shard: Tensor, kind: str, *, codec: Codec | None = None) -> Work:
-        """`out` (size × n elements) = every rank's `shard` (n), in rank order. `shard` may be its own part of `out`."""
+    def all_gather(
+        self,
+        out: Tensor,
+        shard: Tensor,
+        kind: str,
+        *,
+        sizes: Sequence[int] | None = None,
+        codec: Codec | None = None,
+    ) -> Work:
+        """`out` = every rank's `shard`, in rank order. `shard` may be its own part of `out`.
+
+        Bytes: `formulas.all_gather`, with `sizes` `all_gather_of_parts`; padding never crosses.
+        """
         out, shard = _flat(out, "out"), _flat(shard, "shard")
-        self._expect("all_gather", "out", out, shard.numel() * self.size)
         _same_dtype("all_gather", out, shard)
+        if sizes is None:
+            self._expect("all_gather", "out", out, shard.numel() * self.size)
+            sent = formulas.all_gather(self.size, _wired(codec, shard.numel(), shard) * self.size)
+        else:
+            self._parts("all_gather", "out", out, "shard", shard, sizes)
+            sent = formulas.all_gather_of_parts([_wired(codec, n, shard) for n in sizes], self.index)
         if self._channel is None:
             _copy(out, shard)
             return self._alone("all_gather", kind)
-        sent = formulas.all_gather(self.size, _wired(codec, shard.numel(), shard) * self.size)
-        signature = self._sign("all_gather", kind, shard, shard.numel(), _form(codec))
-        steps = algorithms.all_gather(self._channel, out, shard, signature, codec)
+        signature = self._sign("all_gather", kind, shard, shard.numel(), _form(codec), sizes)
+        steps = algorithms.all_gather(self._channel, out, shard, signature, codec, sizes)
         return self._issue("all_gather", kind, sent, steps)
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, kind: str, *, codec: Codec | None = None) -> Work:
-        """`out` (n) = the sum over ranks, in rank order and in out's dtype, of part `index` of `full` (size × n)."""
+    def reduce_scatter(
+        self,
+        out: Tensor,
+        full: Tensor,
+        kind: str,
+        *,
+        sizes: Sequence[int] | None = None,
+        codec: Codec | None = None,
+    ) -> Work:
+        """`out` = the sum over ranks, in rank order and in out's dtype, of part `index` of `full`.
+
+        Bytes: `formulas.reduce_scatter`, with `sizes` `reduce_scatter_of_parts`; padding never crosses.
+        """
         out, full = _flat(out, "out"), _flat(full, "full")
-        self._expect("reduce_scatter", "full", full, out.numel() * self.size)
+        if sizes is None:
+            self._expect("reduce_scatter", "full", full, out.numel() * self.size)
+            sent = formulas.reduce_scatter(self.size, _wired(codec, out.numel(), full) * self.size)
+        else:
+            self._parts("reduce_scatter", "full", full, "out", out, sizes)
+            sent = formulas.reduce_scatter_of_parts([_wired(codec, n, full) for n in sizes], self.index)
         if self._channel is None:
             _copy(out, full)
             return self._alone("reduce_scatter", kind)
-        sent = formulas.reduce_scatter(self.size, _wired(codec, out.numel(), full) * self.size)
-        signature = self._sign("reduce_scatter", kind, full, out.numel(), _form(codec))
-        steps = algorithms.reduce_scatter(self._channel, out, full, signature, codec)
+        signature = self._sign("reduce_scatter", kind, full, out.numel(), _form(codec), sizes)
+        steps = algorithms.reduce_scatter(self._channel, out, full, signature, codec, sizes)
         return self._issue("reduce_scatter", kind, sent, steps)
 
     def all_to_all(
@@ -247,9 +285,17 @@ class Axis:
         _known(kind)
         return Work.complete(op, kind)
 
-    def _sign(self, op: str, kind: str, tensor: Tensor, numel: int | None, more: str = "") -> str:
+    def _sign(
+        self,
+        op: str,
+        kind: str,
+        tensor: Tensor,
+        numel: int | None,
+        more: str = "",
+        sizes: Sequence[int] | None = None,
+    ) -> str:
         """What this rank says that it is doing; also moves the digest on."""
-        size = "uneven" if numel is None else numel
+        size = "uneven" if numel is None else numel if sizes is None else "+".join(map(str, sizes))
         signature = f"{op} of {kind} on {self.name}, {size} × {str(tensor.dtype).removeprefix('torch.')}{more}"
         mark = self._signatures.get(signature)
         if mark is None:
@@ -261,7 +307,19 @@ class Axis:
         if tensor.numel() != numel:
             raise UsageError(
                 f"{op} on axis {self.name}: expected `{what}` to have {numel} elements (axis of {self.size}), "
-                f"found {tensor.numel()}; pad the shards to equal sizes"
+                f"found {tensor.numel()}; if the ranks' parts are not equal, say `sizes`"
+            )
+
+    def _parts(self, op: str, what: str, whole: Tensor, which: str, part: Tensor, sizes: Sequence[int]) -> None:
+        if len(sizes) != self.size or sum(sizes) != whole.numel() or min(sizes) < 0:
+            raise UsageError(
+                f"{op} on axis {self.name}: expected `sizes` of {self.size} counts that add up to the {whole.numel()} "
+                f"elements of `{what}`, found {list(sizes)}"
+            )
+        if part.numel() != sizes[self.index]:
+            raise UsageError(
+                f"{op} on axis {self.name}: `sizes` gives rank {self.index} {sizes[self.index]} elements, "
+                f"but its `{which}` has {part.numel()}"
             )
 
     def _splits(self, op: str, what: str, tensor: Tensor, splits: Sequence[int] | None) -> list[int]:

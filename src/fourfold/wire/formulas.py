@@ -4,6 +4,8 @@ They live beside the code that they predict; a test holds them equal to the mete
 of ranks on the axis, `nbytes` the whole tensor in bytes, `index` the rank's index on the axis. Where a tensor does not
 divide, ranks hand over different amounts: say `itemsize` (bytes per element) and `index` to have them exactly.
 With a codec, put the payload's bytes for the tensor's; an all-reduce encodes part by part (`all_reduce_of_parts`).
+Where each rank's part has a size of its own (`sizes` of a gather or a scatter), the forms `..._of_parts` take the bytes
+of every part. The forms without parts do not enumerate the ranks: an axis of a forecast may have thousands.
 """
 
 from __future__ import annotations
@@ -13,8 +15,13 @@ from collections.abc import Sequence
 
 def shares(count: int, size: int) -> list[int]:
     """`count` elements over `size` ranks, contiguous and as even as can be: the first ranks get one more."""
+    return [share(count, size, index) for index in range(size)]
+
+
+def share(count: int, size: int, index: int) -> int:
+    """How many of `count` elements rank `index` of `size` gets in `shares`."""
     each, more = divmod(count, size)
-    return [each + (index < more) for index in range(size)]
+    return each + (index < more)
 
 
 def all_gather(size: int, nbytes: int) -> int:
@@ -22,14 +29,25 @@ def all_gather(size: int, nbytes: int) -> int:
     return nbytes // size * (size - 1)
 
 
+def all_gather_of_parts(parts: Sequence[int], index: int) -> int:
+    """The same of uneven shards, without padding: this rank's shard to every other. `parts`: bytes of each shard."""
+    return (len(parts) - 1) * parts[index]
+
+
 def reduce_scatter(size: int, nbytes: int) -> int:
     """Every rank sends every other its part: (size − 1) / size of the full tensor."""
     return nbytes // size * (size - 1)
 
 
+def reduce_scatter_of_parts(parts: Sequence[int], index: int) -> int:
+    """The same of uneven parts, without padding: every part but the own one. `parts`: bytes of each, own included."""
+    return sum(parts) - parts[index]
+
+
 def all_reduce(size: int, nbytes: int, itemsize: int = 1, index: int = 0) -> int:
     """An exchange and a gather: S − c + (size − 1) c, c this rank's share of S; 2 (size − 1) / size S if even."""
-    return all_reduce_of_parts([count * itemsize for count in shares(nbytes // itemsize, size)], index)
+    count = nbytes // itemsize
+    return (count + (size - 2) * share(count, size, index)) * itemsize
 
 
 def all_reduce_of_parts(parts: Sequence[int], index: int) -> int:
@@ -44,7 +62,7 @@ def all_to_all(splits: Sequence[int], index: int) -> int:
 
 def broadcast(size: int, nbytes: int, index: int = 0) -> int:
     """This rank's even share of (size − 1) S: backends forward along trees or rings, so only the total is known."""
-    return shares((size - 1) * nbytes, size)[index]
+    return share((size - 1) * nbytes, size, index)
 
 
 def send(nbytes: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from math import prod
 
@@ -57,12 +57,29 @@ class Mesh:
         title = "+".join(name for name in AXES if name in names)
         axis = self._axes.get(title)
         if axis is None:
-            members = self._members(set(names))
-            channel = None
-            if len(members) > 1:
-                assert self.world.fabric is not None
-                channel = self.world.fabric.channel(title, members, self.ordered)
-            axis = self._axes[title] = Axis(self.world, title, members, self.ledger, channel)
+            axis = self._axes[title] = self._connect(title, self._members(set(names)))
+        return axis
+
+    def part(self, name: str, size: int) -> Axis:
+        """The `size` consecutive ranks of an axis (or a product, "z+data") that this rank is among, called "y/4".
+
+        With y = 8, `part("y", 4)` is ranks 0 … 3 of y on those four and 4 … 7 on the others: say, the ranks that hold
+        copies of one KV head. Like `over`: asked for in the same order on every rank, connected once, metered apart.
+
+        Raises:
+            UsageError: the axis does not divide into parts of `size`.
+        """
+        whole = self.over(*name.split("+"))
+        if size < 1 or whole.size % size:
+            fit = ", ".join(str(n) for n in range(1, min(whole.size, 64) + 1) if whole.size % n == 0)
+            raise UsageError(f"axis {whole.name} of {whole.size} ranks does not divide into parts of {size}; try {fit}")
+        if size == whole.size:
+            return whole
+        title = f"{whole.name}/{size}"
+        axis = self._axes.get(title)
+        if axis is None:
+            start = whole.index - whole.index % size
+            axis = self._axes[title] = self._connect(title, whole.members[start : start + size])
         return axis
 
     @property
@@ -96,13 +113,32 @@ class Mesh:
             rank, found[name] = divmod(rank, size)
         return found
 
-    def _members(self, names: set[str]) -> list[int]:
-        fixed = {name: at for name, at in self.coordinates.items() if name not in names}
-        return [
-            rank
-            for rank in range(self.world.size)
-            if all(self._coordinates(rank)[name] == at for name, at in fixed.items())
-        ]
+    def _connect(self, title: str, members: Sequence[int]) -> Axis:
+        channel = None
+        if len(members) > 1:
+            assert self.world.fabric is not None
+            channel = self.world.fabric.channel(title, members, self.ordered)
+        return Axis(self.world, title, members, self.ledger, channel)
+
+    def _members(self, names: set[str]) -> Sequence[int]:
+        """The ranks that differ from this one on `names` only, in order. Neighbouring axes are one range, however long:
+        the mesh of a forecast may have tens of thousands of ranks.
+        """
+        first, stride = self.world.rank, 1
+        runs: list[tuple[int, int]] = []
+        for name, size in self.sizes.items():
+            if name in names and size > 1:
+                first -= self.coordinates[name] * stride
+                step, length = runs.pop() if runs and runs[-1][0] * runs[-1][1] == stride else (stride, 1)
+                runs.append((step, length * size))
+            stride *= size
+        members: Sequence[int] = range(first, first + 1)
+        for step, length in runs:
+            if len(members) == 1:
+                members = range(first, first + step * length, step)
+            else:
+                members = [member + step * number for number in range(length) for member in members]
+        return members
 
 
 def _known(name: str) -> None:

@@ -2,21 +2,39 @@
 
 Forward and backward of each pair are conjugate, so that a network cut over an axis has the gradients of the whole one:
 
-| pair         | forward              | backward | where |
+| pair           | forward            | backward        | where |
 |---|---|---|---|
-| sum_identity | sum over the axis    | identity | partial outputs of a linear whose input features are cut |
-| identity_sum | identity             | sum      | a whole tensor that every rank feeds to its own part |
-| gather_cut   | gather along a dim   | own part | cut features that every rank then uses alike |
-| cut_gather   | own part along a dim | gather   | a whole tensor of which each rank goes on with its part |
-| sum_sum      | sum                  | sum      | a statistic of cut features that scales each rank's part |
+| sum_identity   | sum over the axis  | identity        | partial outputs of a linear whose input features are cut |
+| identity_sum   | identity           | sum             | a whole tensor that every rank feeds to its own part |
+| gather_cut     | gather along a dim | own part        | cut features that every rank then uses alike |
+| cut_gather     | own part along dim | gather          | a whole tensor of which each rank goes on with its part |
+| gather_scatter | gather along a dim | own part of sum | a cut tensor that every rank feeds whole to its own part |
+| scatter_gather | own part of sum    | gather          | partial outputs of which each rank goes on with a part |
+| sum_sum        | sum                | sum             | a statistic of cut features that scales each rank's part |
+
+What this rank hands to the network (p ranks, S bytes the whole tensor, c this rank's part of it):
+
+| what                | bytes                        | `formulas` |
+|---|---|---|
+| sum                 | 2 (p − 1)/p S                | `all_reduce` |
+| gather              | (p − 1) c; even: (p − 1)/p S | `all_gather`, `all_gather_of_parts` |
+| own part of the sum | S − c; even: (p − 1)/p S     | `reduce_scatter`, `reduce_scatter_of_parts` |
+| identity, own part  | 0                            | |
+
+Parts may be uneven: `sizes` are the extents of the ranks' parts along the dim (None: equal). Padding never crosses.
+Along the first dim (or one that has only dims of extent 1 before it) nothing is copied around a collective; along
+others one copy packs or unpacks. Sums are taken in rank order; 16-bit floats are added up in float32 and rounded once.
 
 Ops take the key of an axis, since a graph can hold strings but not axes. They have fake implementations, so that
-`torch.compile` does not break its graph at them, and count their bytes once each time they run, compiled or not.
+`torch.compile` does not break its graph at them and tensors on meta pass through, and count their bytes once each time
+they run, compiled or not. On a dry axis (`wire.dry`) they count on meta and fake tensors too.
 The functions here take the axis, and are the identity on an axis of one rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -38,14 +56,32 @@ def identity_sum(x: Tensor, axis: Axis, kind: str = "activation") -> Tensor:
     return x if axis.size == 1 else _IdentitySum.apply(x, axis.key, kind)
 
 
-def gather_cut(x: Tensor, axis: Axis, kind: str = "activation", dim: int = -1) -> Tensor:
-    """Forward: the ranks' `x` (equal shapes) concatenated along `dim`, in rank order. Backward: own part."""
-    return x if axis.size == 1 else torch.ops.fourfold.gather_cut(x, axis.key, kind, dim)
+def gather_cut(
+    x: Tensor, axis: Axis, kind: str = "activation", dim: int = -1, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """Forward: the ranks' `x`, alike but for `dim`, concatenated along it in rank order. Backward: own part."""
+    return x if axis.size == 1 else torch.ops.fourfold.gather_cut(x, axis.key, kind, dim, sizes)
 
 
-def cut_gather(x: Tensor, axis: Axis, kind: str = "activation", dim: int = -1) -> Tensor:
-    """Forward: own part along `dim`, which must divide by the axis. Backward: the gathered gradients."""
-    return x if axis.size == 1 else torch.ops.fourfold.cut_gather(x, axis.key, kind, dim)
+def cut_gather(
+    x: Tensor, axis: Axis, kind: str = "activation", dim: int = -1, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """Forward: own part along `dim`, which must divide by the axis if no `sizes` are said. Backward: gather."""
+    return x if axis.size == 1 else torch.ops.fourfold.cut_gather(x, axis.key, kind, dim, sizes)
+
+
+def gather_scatter(
+    x: Tensor, axis: Axis, kind: str = "activation", dim: int = -1, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """Forward: as `gather_cut`. Backward: own part of the sum of the ranks' gradients (a reduce-scatter)."""
+    return x if axis.size == 1 else torch.ops.fourfold.gather_scatter(x, axis.key, kind, dim, sizes)
+
+
+def scatter_gather(
+    x: Tensor, axis: Axis, kind: str = "activation", dim: int = -1, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """Forward: own part along `dim` of the sum over the axis (a reduce-scatter). Backward: gather."""
+    return x if axis.size == 1 else torch.ops.fourfold.scatter_gather(x, axis.key, kind, dim, sizes)
 
 
 def sum_sum(x: Tensor, axis: Axis, kind: str = "activation") -> Tensor:
@@ -85,51 +121,142 @@ def _fake_sum(x: Tensor, axis: str, kind: str) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _gather(x: Tensor, axis: str, kind: str, dim: int) -> Tensor:
+def _gather(x: Tensor, axis: str, kind: str, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+    """Each shard goes straight to its place in a buffer of all, rank by rank; only other dims than the first move."""
     group = axis_of(axis)
-    out = x.new_empty(group.size, *x.shape)
-    group.all_gather(out, x.contiguous(), kind).wait()
-    dim %= x.dim()
-    return out.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+    dim, sizes = _shard(x, group, dim, sizes)
+    if sizes is None:
+        buffer = x.new_empty(group.size, *x.shape)
+        mine = buffer[group.index].copy_(x)
+        group.all_gather(buffer, mine, kind).wait()
+        return buffer.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+    shapes = [_resized(x, dim, size) for size in sizes]
+    counts = [prod(shape) for shape in shapes]
+    buffer = x.new_empty(sum(counts))
+    mine = buffer.narrow(0, sum(counts[: group.index]), counts[group.index]).view(x.shape).copy_(x)
+    group.all_gather(buffer, mine, kind, sizes=counts).wait()
+    if prod(x.shape[:dim]) == 1:
+        return buffer.view(_resized(x, dim, sum(sizes)))
+    return torch.cat([part.view(shape) for part, shape in zip(buffer.split(counts), shapes, strict=True)], dim)
 
 
-def _fake_gather(x: Tensor, axis: str, kind: str, dim: int) -> Tensor:
-    shape = list(x.shape)
-    shape[dim] = shape[dim] * axis_of(axis).size
-    return x.new_empty(shape)
-
-
-def _cut(x: Tensor, axis: str, kind: str, dim: int) -> Tensor:
+def _fake_gather(x: Tensor, axis: str, kind: str, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
     group = axis_of(axis)
-    each = _part(x, group, dim)
-    return x.narrow(dim, group.index * each, each).clone(memory_format=torch.contiguous_format)
+    dim, sizes = _shard(x, group, dim, sizes)
+    return x.new_empty(_resized(x, dim, x.shape[dim] * group.size if sizes is None else sum(sizes)))
 
 
-def _fake_cut(x: Tensor, axis: str, kind: str, dim: int) -> Tensor:
-    shape = list(x.shape)
-    shape[dim] = _part(x, axis_of(axis), dim)
-    return x.new_empty(shape)
+def _cut(x: Tensor, axis: str, kind: str, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+    group = axis_of(axis)
+    dim, each, sizes = _whole(x, group, dim, sizes)
+    start = group.index * each if sizes is None else sum(sizes[: group.index])
+    return x.narrow(dim, start, each).clone(memory_format=torch.contiguous_format)
 
 
-def _part(x: Tensor, axis: Axis, dim: int) -> int:
+def _fake_cut(x: Tensor, axis: str, kind: str, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+    dim, each, _ = _whole(x, axis_of(axis), dim, sizes)
+    return x.new_empty(_resized(x, dim, each))
+
+
+def _scatter(x: Tensor, axis: str, kind: str, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
+    group = axis_of(axis)
+    dim, each, sizes = _whole(x, group, dim, sizes)
+    half = x.dtype in (torch.bfloat16, torch.float16)
+    out = x.new_empty(_resized(x, dim, each), dtype=torch.float32 if half else x.dtype)
+    if sizes is None:
+        packed = x.unflatten(dim, (group.size, each)).movedim(dim, 0).contiguous()
+        group.reduce_scatter(out, packed, kind).wait()
+    else:
+        row = prod(_resized(x, dim, 1))
+        packed = _packed(x, dim, sizes)
+        group.reduce_scatter(out, packed, kind, sizes=[size * row for size in sizes]).wait()
+    return out.to(x.dtype)
+
+
+def _packed(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    """The parts of `x` along `dim`, one after the other, each contiguous: `x` itself where it lies so already."""
+    if prod(x.shape[:dim]) == 1:
+        return x.contiguous()
+    packed = x.new_empty(x.numel())
+    parts = x.split(list(sizes), dim)
+    for part, place in zip(parts, packed.split([part.numel() for part in parts]), strict=True):
+        place.view(part.shape).copy_(part)
+    return packed
+
+
+# ---- shapes
+
+
+def _shard(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None) -> tuple[int, Sequence[int] | None]:
+    """The dim from the front, and the sizes, or None where they are equal; checked against this rank's part."""
+    dim = _dim(x, axis, dim)
+    if sizes is None:
+        return dim, None
+    _count(x, axis, dim, sizes)
+    if x.shape[dim] != sizes[axis.index]:
+        raise UsageError(
+            f"gather over axis {axis.name}: `sizes` gives rank {axis.index} an extent of {sizes[axis.index]} in dim "
+            f"{dim}, but its part has shape {tuple(x.shape)}"
+        )
+    return dim, _uneven(sizes)
+
+
+def _whole(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None) -> tuple[int, int, Sequence[int] | None]:
+    """The dim from the front, the extent of this rank's part, and the sizes, or None where they are equal."""
+    front = _dim(x, axis, dim)
+    if sizes is not None:
+        _count(x, axis, dim, sizes)
+        if sum(sizes) != x.shape[dim]:
+            raise UsageError(
+                f"cut over axis {axis.name}: expected `sizes` that add up to dim {dim} of a tensor of shape "
+                f"{tuple(x.shape)}, found {list(sizes)}"
+            )
+        return front, sizes[axis.index], _uneven(sizes)
     each, rest = divmod(x.shape[dim], axis.size)
     if rest:
         raise UsageError(
             f"cut over axis {axis.name}: dim {dim} of a tensor of shape {tuple(x.shape)} does not divide by "
-            f"{axis.size} ranks; pad it, or choose another size for the axis"
+            f"{axis.size} ranks; say `sizes`, or choose another size for the axis"
         )
-    return each
+    return front, each, None
+
+
+def _dim(x: Tensor, axis: Axis, dim: int) -> int:
+    if not -x.dim() <= dim < x.dim():
+        raise UsageError(f"gather or cut over axis {axis.name}: a tensor of shape {tuple(x.shape)} has no dim {dim}")
+    return dim % x.dim()
+
+
+def _count(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> None:
+    if len(sizes) != axis.size or min(sizes) < 0:
+        raise UsageError(
+            f"gather or cut over axis {axis.name}, dim {dim} of a tensor of shape {tuple(x.shape)}: expected `sizes` "
+            f"of {axis.size} extents, found {list(sizes)}"
+        )
+
+
+def _uneven(sizes: Sequence[int]) -> Sequence[int] | None:
+    return None if min(sizes) == max(sizes) else sizes
+
+
+def _resized(x: Tensor, dim: int, extent: int) -> list[int]:
+    return [*x.shape[:dim], extent, *x.shape[dim + 1 :]]
 
 
 # ---- registration
 
 _WITHOUT_DIM, _WITH_DIM = (
     "(Tensor x, str axis, str kind) -> Tensor",
-    "(Tensor x, str axis, str kind, int dim) -> Tensor",
+    "(Tensor x, str axis, str kind, int dim, int[]? sizes=None) -> Tensor",
 )
 
 
 def _register(name: str, schema: str, run: Any, fake: Any, conjugate: Any) -> None:
+    def shapes(x: Tensor, axis: str, *more: Any) -> Tensor:
+        """On meta and on fake tensors. A compiler looks at shapes several times a trace, which is no run."""
+        dry = axis_of(axis).dry and not torch.compiler.is_compiling()
+        return run(x, axis, *more) if dry else fake(x, axis, *more)
+
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, ctx.axis, ctx.kind, *ctx.dim = inputs
 
@@ -138,7 +265,7 @@ def _register(name: str, schema: str, run: Any, fake: Any, conjugate: Any) -> No
 
     _library.define(name + schema)
     _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fourfold::{name}", fake, lib=_library)
+    torch.library.register_fake(f"fourfold::{name}", shapes, lib=_library)
     torch.library.register_autograd(f"fourfold::{name}", backward, setup_context=keep, lib=_library)
 
 
@@ -153,3 +280,5 @@ _register("sum_identity", _WITHOUT_DIM, _sum, _fake_sum, lambda ctx, grad: grad)
 _register("sum_sum", _WITHOUT_DIM, _sum, _fake_sum, _conjugate("sum_sum"))
 _register("gather_cut", _WITH_DIM, _gather, _fake_gather, _conjugate("cut_gather"))
 _register("cut_gather", _WITH_DIM, _cut, _fake_cut, _conjugate("gather_cut"))
+_register("gather_scatter", _WITH_DIM, _gather, _fake_gather, _conjugate("scatter_gather"))
+_register("scatter_gather", _WITH_DIM, _scatter, _fake_cut, _conjugate("gather_scatter"))
