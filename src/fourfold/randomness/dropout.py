@@ -3,7 +3,8 @@
 It reads the ambient `Position` of the rows being computed. Element e of local row r is element
 (position.row + r) · (elements a row) + e of the site's stream, however micro-batches and ranks cut the rows. Which
 elements are those of a row is a question of the tensor: dim 0 is made of whole rows (batch; batch × time; batch ×
-heads) unless the position's `layouts`, which a survey of the model finds, say otherwise for the site.
+heads) unless the position's `layouts`, which a survey of the model finds, say otherwise for the site. Where a tensor
+grid cuts other dims, `cuts` say which part of a row is here: its elements keep the numbers that they have in the whole.
 
 On CUDA the generator is torch's stateless Philox with one key a row: other masks than on CPU, but again equal for
 every plan on that kind of device. That kernel is written for real and was never run: its calls and shapes are tested
@@ -17,6 +18,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from hashlib import blake2b
 from types import MappingProxyType
 from typing import NamedTuple
@@ -26,6 +28,7 @@ import torch
 from torch import Tensor
 
 from fourfold import torch_private
+from fourfold.randomness.cut import Cut, Part
 from fourfold.randomness.philox import RandomnessError, bits
 
 LANES = 1 << 16
@@ -55,7 +58,11 @@ _MISFIT = (
     "survey of the model, so every part of a batch draws its own mask; put the batch first where this layer is called, "
     "or give an example batch that runs every part of the model"
 )
-"""Without shapes and rows, so that it is shown once a site."""
+_MISCUT = (
+    "not exact: dropout at {site!r}: its tensor does not hold the part of every row that the plan gives this rank, so "
+    "every part of a batch draws its own mask; give an example batch that runs every part of the model"
+)
+"""Both without shapes and rows, so that they are shown once a site."""
 
 
 class Position(NamedTuple):
@@ -67,6 +74,8 @@ class Position(NamedTuple):
         row: logical index, inside the step's global batch, of the first local row.
         rows: number of local rows.
         layouts: of the sites whose rows do not lie as `FIRST` says, by site.
+        cuts: of the sites whose tensor is cut along other dims than the rows, by site. A cut of a dim that the tensor
+            does not have is passed over: channel dropout draws [rows, channels], whatever a channel holds.
     """
 
     seed: int
@@ -74,6 +83,7 @@ class Position(NamedTuple):
     row: int
     rows: int
     layouts: Mapping[str, Layout] = MappingProxyType({})
+    cuts: Mapping[str, tuple[Cut, ...]] = MappingProxyType({})
 
 
 class _Ambient(threading.local):
@@ -132,6 +142,7 @@ class _Draw(NamedTuple):
     """What a site draws here: rows [row, row + rows) of the stream `site`, `outer` runs of every row side by side.
 
     The mask in memory is (outer, rows, inner): a row's elements, in order, are its `outer` runs of `inner` elements.
+    `part` says which elements of a row these are; None: all.
     """
 
     position: Position
@@ -139,13 +150,15 @@ class _Draw(NamedTuple):
     row: int
     rows: int
     outer: int
+    part: Part | None = None
 
     @classmethod
     def here(cls, x: Tensor, site: str) -> _Draw:
         """At the ambient position; a tensor without whole rows where they should be is drawn apart, with a warning.
 
         Nothing in the survey foretold it (an expert without tokens then, a length that follows the values), and a
-        run must not end by it: what is lost is that other plans draw the same mask.
+        run must not end by it: what is lost is that other plans draw the same mask. Ranks that hold the same rows draw
+        the same: should the tensor be whole on all of them, they stay equal.
         """
         position, site = current(), _full(site)
         if position is None:
@@ -153,15 +166,25 @@ class _Draw(NamedTuple):
                 f"dropout at {site!r} outside of any position: enter fourfold.randomness.at(Position(...))"
             )
         dim, order = position.layouts.get(site, FIRST)
-        if order == "shared":
-            return cls(position, site, 0, 1, 1)
-        misfit = order != "apart" and (dim >= x.dim() or x.shape[dim] % position.rows != 0)
-        if misfit:
-            warnings.warn(_MISFIT.format(site=site, dim=dim), stacklevel=2)
-        if misfit or order == "apart":
-            return cls(position, f"{site}@{position.row}", 0, 1, 1)
-        outer = math.prod(x.shape[:dim]) * (x.shape[dim] // position.rows if order == "fastest" else 1)
-        return cls(position, site, position.row, position.rows, outer)
+        draw, shape = cls(position, site, 0, 1, 1), list(x.shape)
+        apart = draw._replace(site=f"{site}@{position.row}")
+        if order == "apart":
+            draw = apart
+        elif order != "shared":
+            if dim >= x.dim() or x.shape[dim] % position.rows != 0:
+                warnings.warn(_MISFIT.format(site=site, dim=dim), stacklevel=2)
+                return apart
+            shape[dim] //= position.rows
+            outer = math.prod(shape[: dim + 1] if order == "fastest" else shape[:dim])
+            draw = draw._replace(row=position.row, rows=position.rows, outer=outer)
+        cuts = [cut for cut in position.cuts.get(site, ()) if cut.dim < x.dim()]
+        if not cuts:
+            return draw
+        part = Part.of(shape, cuts)
+        if part is None:
+            warnings.warn(_MISCUT.format(site=site), stacklevel=2)
+            return apart
+        return draw._replace(part=part)
 
     def laid_out(self, keep: Tensor, x: Tensor) -> Tensor:
         """A mask that was drawn row after row, in the order and shape of `x`."""
@@ -171,27 +194,41 @@ class _Draw(NamedTuple):
 
 
 def _keep_cpu(x: Tensor, p: float, site: str) -> Tensor:
-    draw = _Draw.here(x, site)
-    start = draw.row * (x.numel() // draw.rows)
-    lanes = bits(draw.position.seed, draw.site, draw.position.step, start, x.numel())
-    return draw.laid_out(torch.from_numpy(lanes >= threshold(p)), x)
+    draw, dropped = _Draw.here(x, site), threshold(p)
+    lanes = partial(bits, draw.position.seed, draw.site, draw.position.step)
+    if draw.part is None:
+        keep = lanes(draw.row * (x.numel() // draw.rows), x.numel()) >= dropped
+    else:
+        keep = draw.part.keep(lanes, draw.row, draw.rows, dropped)
+    return draw.laid_out(torch.from_numpy(keep), x)
 
 
 def _keep_cuda(x: Tensor, p: float, site: str) -> Tensor:
     """One key a row, made on the host: (hash of seed, step, site and logical row; offset 0).
 
-    A torch without stateless uniforms gets the mask of the CPU, copied: slower, and the same for every split of rows.
+    A row of which a part is here is drawn whole, for a key has no offset in the middle: one row at a time, so that no
+    more than one is ever held. A torch without stateless uniforms gets the mask of the CPU, copied: slower, and the
+    same for every split of rows.
     """
     if not torch_private.has_stateless_uniform():
         return _keep_cpu(x, p, site).to(x.device)
-    draw = _Draw.here(x, site)
+    draw, dropped = _Draw.here(x, site), threshold(p) / LANES
     seed, step = draw.position.seed, draw.position.step
     names = (f"{seed}/{step}/{draw.site}/{draw.row + row}" for row in range(draw.rows))
     digests = [blake2b(name.encode(), digest_size=8).digest() for name in names]
-    keys = np.array([[[int.from_bytes(digest, "little"), 0]] for digest in digests], dtype=np.uint64)
-    drawn = torch.empty((draw.rows, x.numel() // draw.rows), dtype=torch.float32, device=x.device)
-    torch_private.stateless_uniform(torch.from_numpy(keys).to(x.device), drawn)
-    return draw.laid_out(drawn >= threshold(p) / LANES, x)
+    numbers = np.array([[[int.from_bytes(digest, "little"), 0]] for digest in digests], dtype=np.uint64)
+    keys = torch.from_numpy(numbers).to(x.device)
+    if draw.part is None:
+        return draw.laid_out(_uniform(keys, (x.numel() // draw.rows,)) >= dropped, x)
+    rows = [draw.part.take(_uniform(key, draw.part.whole)[0]) >= dropped for key in keys.split(1)]
+    return draw.laid_out(torch.stack(rows), x)
+
+
+def _uniform(keys: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """[rows, *shape] on [0, 1), float32: a row a key."""
+    drawn = torch.empty((len(keys), math.prod(shape)), dtype=torch.float32, device=keys.device)
+    torch_private.stateless_uniform(keys, drawn)
+    return drawn.view(-1, *shape)
 
 
 def _dropped(x: Tensor, keep: Tensor, p: float) -> Tensor:

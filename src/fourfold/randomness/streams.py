@@ -124,7 +124,7 @@ def _channels(
     """`dropout1d` … `dropout3d`: whole channels of (rows, channels, …)."""
     if not training or p == 0.0:
         return func(input, p, training, inplace)
-    result = input * streams.draw(_one_per_channel(input), p)
+    result = input * _over(streams.draw(_one_per_channel(input), p), input)
     return input.copy_(result) if inplace else result
 
 
@@ -135,7 +135,7 @@ def _alpha(
     if not training or p == 0.0:
         return func(input, p, training, inplace)
     shape = _one_per_channel(input) if func is F.feature_alpha_dropout else torch.ones_like(input)
-    keep = (streams.draw(shape, p) != 0).to(input.dtype)
+    keep = _over((streams.draw(shape, p) != 0).to(input.dtype), input)
     p = threshold(p) / LANES
     if p == 1.0:
         result = input * keep
@@ -147,7 +147,13 @@ def _alpha(
 
 
 def _one_per_channel(input: Tensor) -> Tensor:
-    return torch.ones(input.shape[:2] + (1,) * (input.dim() - 2), dtype=input.dtype, device=input.device)
+    """[rows, channels]: without the other dims, so that a cut of those is none of what is drawn."""
+    return torch.ones(input.shape[:2], dtype=input.dtype, device=input.device)
+
+
+def _over(values: Tensor, input: Tensor) -> Tensor:
+    """[rows, channels] → [rows, channels, 1, …], to be broadcast over `input`."""
+    return values.view(values.shape + (1,) * (input.dim() - values.dim()))
 
 
 def _attention(
