@@ -20,6 +20,7 @@ from fourfold import wire
 from fourfold.anatomy import survey
 from fourfold.ledger import Flow, Traffic
 from fourfold.models.gpt import GPT, Config
+from fourfold.plan import Plan
 from fourfold.randomness import Position, at, inside
 from fourfold.training.losses.cross_entropy import cross_entropy
 from fourfold.training.optimizer import OptimizerOptions, build_plain
@@ -157,9 +158,7 @@ def rank(
 
 def on_threads(work: Work, plan: Mapping[str, Any], **settings: Any) -> list[Outcome]:
     """All ranks of a plan, as threads."""
-    placement = plan.get("placement", {})
-    size = placement.get("z", 1) * placement.get("data", 1)
-    return wire.threads.launch(size, functools.partial(rank, **settings), work, plan)
+    return wire.threads.launch(Plan.of(plan).world, functools.partial(rank, **settings), work, plan)
 
 
 def worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
@@ -209,13 +208,14 @@ def lift_casts(model: nn.Module) -> None:
 
 
 def _lift(module: nn.Module) -> None:
-    inner = module.forward
+    """By its class: a forward on the instance would be the original's in every copy of the module."""
+    plain = type(module)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with _Wide():
-            return inner(*args, **kwargs)
+            return plain.forward(self, *args, **kwargs)
 
-    module.forward = forward
+    module.__class__ = type(plain.__name__, (plain,), {"forward": forward})
 
 
 @functools.cache

@@ -47,17 +47,16 @@ class Attention(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.heads, self.dropout = config.heads, config.dropout
+        self.width, self.dropout = config.width // config.heads, config.dropout
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.bias)
         self.project = nn.Linear(config.width, config.width, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Mix over time: (batch, time, width) → same."""
-        batch, time, width = x.shape
-        q, k, v = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = (part.unflatten(-1, (-1, self.width)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         p = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
-        return self.project(mixed.transpose(1, 2).reshape(batch, time, width))
+        return self.project(mixed.transpose(1, 2).flatten(-2))
 
 
 class MLP(nn.Module):

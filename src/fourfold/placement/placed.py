@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ from fourfold.placement.reach import reached
 from fourfold.placement.refusals import reads_explained, refuse
 from fourfold.placement.seats import Seats, room
 from fourfold.placement.state import answer_state_dict, write_loaded_state
+from fourfold.placement.tensor.rehearsal import Loss, Stage
 from fourfold.placement.tensor.split import Split, divide
 from fourfold.placement.unit import Unit
 from fourfold.plan import Codec, Events, Placement
@@ -104,11 +105,15 @@ class Placed:
             unit.ready()
         with ExitStack() as stack, reads_explained(self.options.shard):
             if position is not None and self.anatomy.dropouts:
-                stack.enter_context(randomness.at(position._replace(layouts=self.anatomy.layouts)))
+                stack.enter_context(randomness.at(self._located(position)))
                 stack.enter_context(randomness.inside(self.model, ""))
             yield
         if not torch.is_grad_enabled():
             self.free()
+
+    def _located(self, position: randomness.Position) -> randomness.Position:
+        cuts = {} if self.split is None else self.split.dropped
+        return position._replace(layouts=self.anatomy.layouts, cuts=cuts)
 
     def backward(self, loss: Tensor, scale: float, *, last: bool) -> None:
         """Backward of one micro-batch's loss times `scale`; on the step's last one the gradients become ready."""
@@ -138,8 +143,13 @@ class Placed:
         """This rank's share of the gradient norm."""
         return norm.partial((segment for unit in self.units for segment in unit.arena.segments()), order)
 
-    def forecast(self, ledger: Ledger, microbatches: int) -> None:
+    def forecast(self, ledger: Ledger, microbatches: int, batches: Sequence[Mapping[str, Tensor]] = ()) -> None:
         """Add the bytes of one step, by formula.
+
+        Args:
+            ledger: to add to.
+            microbatches: in a step.
+            batches: this rank's rows of each, on which the traffic of cut features depends.
 
         Exact where every block runs in every micro-batch; where the model leaves blocks out (LayerDrop, on all ranks
         alike), at most this: gathers of what is left out may not happen. All other traffic is the same.
@@ -156,6 +166,8 @@ class Placed:
         about: dict[str, Any] = {"shard": self.options.shard, "microbatches": microbatches, "ledger": ledger}
         traffic.weights(shipments, parts, itemsize=itemsize, **about)
         traffic.gradients(shipments, parts, payload=self.units[0].payload, **about)
+        if self.split is not None:
+            self.split.forecast(ledger, batches, recompute=self.options.recompute == "full")
         if self.statistics is not None:
             modules = dict(self.model.named_modules())
             norms = [norm for norm in self.anatomy.batch_norms if batch_norm.takes_statistics(modules[norm.module])]
@@ -221,6 +233,8 @@ def place(
     device: torch.device,
     codec: Codec | None = None,
     seats: bool = False,
+    loss: Loss | None = None,
+    example: Mapping[str, Tensor] | None = None,
 ) -> Placed:
     """Give a plain model arenas for its weights, in place.
 
@@ -235,11 +249,16 @@ def place(
         device: where everything goes.
         codec: the form in which gradients cross over z.
         seats: numbers of every rank travel behind the gradient that leaves last, which the rule sums over all ranks.
+        loss, example: by which a model whose features are cut is rehearsed.
     """
     refuse(model, anatomy, ranks=options.parts)
-    split = divide(model, anatomy, mesh, options.grid) if options.grid.cuts_features else None
-    blocks = {} if split is None else {name: split.assembly.block(name) for name in split.assembly.cuts}
     precision = Precision.of(options.precision, device)
+    split = None
+    if options.grid.cuts_features:
+        assert loss is not None and example is not None
+        split = divide(model, anatomy, mesh, options.grid, overlap=options.overlap)
+        split.rehearse(Stage.of(model, loss, example, anatomy.traced, precision.compute))
+    blocks = {} if split is None else {name: split.assembly.block(name) for name in split.assembly.cuts}
     itemsize = torch.empty(0, dtype=precision.message).element_size()
     axis = mesh["z"]
     sharded = options.shard == "parameters" and axis.size > 1
@@ -259,7 +278,7 @@ def place(
         unit.install()
     _place_buffers(model, precision, device)
     if split is not None:
-        split.attach(model)
+        split.install(model, {name: weight for unit in units for name, weight in unit.parameters.items()})
     placed = Placed(model, anatomy, mesh, options, units, events, split)
     _wrap_blocks(placed, sorted_)
     answer_state_dict(model, units, None if split is None else split.assembly)

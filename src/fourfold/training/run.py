@@ -385,6 +385,8 @@ class Run:
             device=device,
             codec=codec if self.plan.wire.gradient else None,
             seats=self.plan.tallies_ride(),
+            loss=self.loss,
+            example=example,
         )
         rule: Rule = self.plan.sync.module.Rule(self.plan.sync.options, self.mesh["data"], events, codec)
         optimizer = build(self.options, placed.shards)

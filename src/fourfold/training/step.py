@@ -159,10 +159,16 @@ class Step:
             raise not_finite(self._number, "gradient", broken)
         return found
 
+    def _shapes(self) -> list[dict[str, Tensor]]:
+        """This rank's rows of every micro-batch of the last step's batch."""
+        cut = (self.microbatches, self.everyone.size)
+        mine = [share(self._batch.rows, *cut, number, self.everyone.index) for number in range(self.microbatches)]
+        return [dict(self._batch(rows if len(rows) else range(1))) for rows in mine]
+
     def forecast(self) -> Ledger:
-        """The bytes that this rank will hand over in one step, by the formulas beside the code."""
+        """The bytes that this rank will hand over in one step like the last one, by the formulas beside the code."""
         ledger = Ledger(rank=self.ledger.rank)
-        self.placed.forecast(ledger, self.microbatches)
+        self.placed.forecast(ledger, self.microbatches, self._shapes() if self.placed.split is not None else ())
         sizes = [unit.arena.summed.numel() for unit in self.placed.units if unit.arena.layout.trained]
         self.rule.forecast(ledger, sizes, self.placed.units[0].arena.gradient.element_size())
         self._courier.forecast(ledger)

@@ -84,8 +84,8 @@ class Dealing:
             if share.extent(index) == here:
                 return share.runs[index]
         raise PlacementError(
-            f"a dropout's tensor has {here} of {size} entries over {axis}: expected a number that features or heads are "
-            "dealt by; leave out plan.placement.tensor, or set the dropout to 0"
+            f"a dropout's tensor has {here} of {size} entries over {axis}: expected a number by which features or "
+            "heads are dealt; leave out plan.placement.tensor, or set the dropout to 0"
         )
 
 

@@ -88,29 +88,66 @@ def run(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], anatomy: Anat
     return found
 
 
-def twins(
-    model: nn.Module, batch: Mapping[str, Tensor], anatomy: Anatomy, dealing: Dealing, shapes: Mapping[str, Shape]
-) -> tuple[nn.Module, nn.Module, dict[str, Tensor], Any]:
-    """(whole, with blocks for weights, batch, mode): twins of the model on the kind of tensors that it runs on."""
-    names = dealing.names
-    kind = anatomy.traced
-    fakes = torch_private.fake_mode() if kind == "fake" else None
+@dataclass(frozen=True)
+class Stage:
+    """Where a model is rehearsed: on the kind of tensors that its survey ran on.
 
-    def empty(tensor: Tensor, shape: Shape | None = None) -> Tensor:
-        shape = tuple(tensor.shape) if shape is None else shape
-        if kind == "meta":
-            return torch.empty(shape, dtype=tensor.dtype, device="meta")
-        if fakes is not None:
-            return torch_private.fake_cpu(fakes, torch.empty(shape, dtype=tensor.dtype, device="meta"))
-        return torch.zeros(shape, dtype=tensor.dtype)
+    Attributes:
+        model: the plain one.
+        loss: calls it.
+        batch: an example.
+        kind: "meta", "fake" or "real" (zeros).
+        dtype: of floating weights.
+    """
 
-    def same(tensor: Tensor) -> Tensor:
-        return tensor.detach().clone() if kind == "real" and not tensor.is_meta else empty(tensor)
+    model: nn.Module
+    loss: Loss
+    batch: Mapping[str, Tensor]
+    kind: str
+    dtype: torch.dtype | None = None
 
-    whole = twin(model, empty, same).train(model.training)
-    local = twin(model, lambda weight: empty(weight, shapes[names[id(weight)]]), same).train(model.training)
-    inputs = {name: same(tensor) for name, tensor in batch.items()}
-    return whole, local, inputs, fakes or nullcontext()
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_fakes", torch_private.fake_mode() if self.kind == "fake" else None)
+
+    def entered(self) -> Any:
+        """The mode that the rehearsal runs in."""
+        return self._fakes or nullcontext()  # type: ignore[attr-defined]
+
+    @classmethod
+    def of(cls, model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], kind: str, dtype: torch.dtype) -> Stage:
+        """With a twin of the model on meta, so that the model itself may change."""
+
+        def on_meta(tensor: Tensor) -> Tensor:
+            return torch.empty_like(tensor, device="meta")
+
+        return cls(twin(model, on_meta, on_meta), loss, batch, kind, dtype)
+
+    def twin(self, shapes: Mapping[str, Shape]) -> nn.Module:
+        """A twin of the model; weights have the shapes given, or their own."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+
+        def weight(tensor: Tensor) -> Tensor:
+            wide = self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
+            return self._empty(shapes.get(names[id(tensor)], tuple(tensor.shape)), wide)
+
+        return twin(self.model, weight, self.same).train(self.model.training)
+
+    def inputs(self) -> dict[str, Tensor]:
+        """The batch on these tensors."""
+        return {name: self.same(tensor) for name, tensor in self.batch.items()}
+
+    def same(self, tensor: Tensor) -> Tensor:
+        """A tensor of the same shape; with its values where there are values."""
+        if self.kind == "real" and not tensor.is_meta:
+            return tensor.detach().clone()
+        return self._empty(tuple(tensor.shape), tensor.dtype)
+
+    def _empty(self, shape: Shape, dtype: torch.dtype) -> Tensor:
+        if self.kind == "real":
+            return torch.zeros(shape, dtype=dtype)
+        meta = torch.empty(shape, dtype=dtype, device="meta")
+        fakes = self._fakes  # type: ignore[attr-defined]
+        return meta if fakes is None else torch_private.fake_cpu(fakes, meta)
 
 
 def compare(whole: Run, local: Run, dealing: Dealing, coordinates: Mapping[str, int]) -> None:
@@ -120,28 +157,41 @@ def compare(whole: Run, local: Run, dealing: Dealing, coordinates: Mapping[str, 
         PlacementError: names the module, the function and the two shapes.
     """
     pairs = dealing.pairs(coordinates)
-    for one, other in zip(whole.made, local.made, strict=False):
+    if len(whole.made) != len(local.made):
+        raise PlacementError(
+            f"the model calls {len(whole.made)} functions as a whole, and {len(local.made)} on a part of its heads or "
+            "features, so it cannot be cut; leave out plan.placement.tensor"
+        )
+    for one, other in zip(whole.made, local.made, strict=True):
         if one[:2] != other[:2]:
             raise PlacementError(
                 f"{one.module}: calls {one.function} in the whole model and {other.function} on a part of its heads or "
                 "features, so it cannot be cut; leave out plan.placement.tensor"
             )
-        for before, after in zip(one.shapes, other.shapes, strict=False):
-            if len(before) != len(after) or any(
-                a != b and (a, b) not in pairs for a, b in zip(before, after, strict=True)
-            ):
-                raise PlacementError(
-                    f"{one.module}: {one.function} gives {list(before)} in the whole model, and on a part of its heads "
-                    f"or features {list(after)}, where other dims differ than those that are cut: does it count heads "
-                    "by an attribute or a config that placement does not know? Leave out plan.placement.tensor"
-                )
+        if not _fits(one.shapes, other.shapes, pairs):
+            raise PlacementError(
+                f"{one.module}: {one.function} gives {_text(one.shapes)} in the whole model, and {_text(other.shapes)} "
+                "on a part of its heads or features: other dims differ than those that are cut. Does it count heads by "
+                "an attribute or a config that placement does not know? Leave out plan.placement.tensor"
+            )
+
+
+def _fits(whole: tuple[Shape, ...], local: tuple[Shape, ...], pairs: set[tuple[int, int]]) -> bool:
+    return len(whole) == len(local) and all(
+        len(before) == len(after) and all(a == b or (a, b) in pairs for a, b in zip(before, after, strict=True))
+        for before, after in zip(whole, local, strict=True)
+    )
+
+
+def _text(shapes: tuple[Shape, ...]) -> str:
+    return ", ".join(str(list(shape)) for shape in shapes)
 
 
 def cuts(
     whole: Run, local: Run, anatomy: Anatomy, dealing: Dealing, coordinates: Mapping[str, int]
 ) -> dict[str, tuple[randomness.Cut, ...]]:
     """How the tensors that dropouts take are cut here, by site."""
-    axes = {one.site: one.axis for one in anatomy.dropouts}
+    axes = {dropout.site: dropout.axis for dropout in anatomy.dropouts}
     found: dict[str, tuple[randomness.Cut, ...]] = {}
     for site, shape in whole.draws.items():
         here, axis = local.draws.get(site, shape), axes.get(site)

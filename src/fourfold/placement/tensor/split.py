@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from fourfold import randomness
 from fourfold.anatomy import Anatomy, Linear
+from fourfold.ledger import Ledger
 from fourfold.placement.refusals import PlacementError
+from fourfold.placement.tensor import rehearsal
 from fourfold.placement.tensor.assembly import Assembly
 from fourfold.placement.tensor.dealing import Dealing, deal_weights, features_of
 from fourfold.placement.tensor.executor import Switch
@@ -18,9 +24,11 @@ from fourfold.placement.tensor.heads import Counts, Patch, patches
 from fourfold.placement.tensor.linears import ConvolutionExecutor, LinearExecutor, Siblings
 from fourfold.placement.tensor.norms import NormExecutor
 from fourfold.placement.tensor.regions import RootExecutor, WholeExecutor
+from fourfold.placement.tensor.rehearsal import Stage
 from fourfold.placement.tensor.tables import TableExecutor
 from fourfold.plan.grid import Grid
 from fourfold.wire import Axis, Mesh
+from fourfold.wire.dry import dry_mesh
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -34,6 +42,9 @@ class Split:
         mesh: this rank's, or a dry one.
         dealing: the cuts of all weights.
         overlap: sums of input gradients travel while weight gradients are computed.
+        outputs: by place among the floating tensors that the model returns, the axis of their features and how many
+            they are in the whole model. Found by `rehearse`.
+        dropped: by site, how the tensors that dropouts take are cut. Found by `rehearse`.
     """
 
     anatomy: Anatomy
@@ -42,10 +53,69 @@ class Split:
     overlap: bool = True
     switch: Switch = field(default_factory=Switch)
     assembly: Assembly = field(init=False)
+    outputs: dict[int, tuple[str, int]] = field(default_factory=dict)
+    dropped: dict[str, tuple[randomness.Cut, ...]] = field(default_factory=dict)
+    _stage: Stage = field(init=False, repr=False)
     _patches: list[Patch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.assembly = Assembly(self.mesh, self.dealing.cuts)
+
+    # ---- before anything is allocated
+
+    def rehearse(self, stage: Stage) -> None:
+        """Run the model dry, whole and split, and compare.
+
+        Raises:
+            PlacementError: it would not compute what the whole model does; names the module and the function.
+        """
+        self._stage = stage
+        opaque = frozenset(self._taken_over(stage.model))
+        with stage.entered():
+            whole = rehearsal.run(stage.twin({}), stage.loss, stage.inputs(), self.anatomy, opaque)
+            for place, (axis, shape) in enumerate(zip(self.anatomy.outputs, whole.outputs, strict=False)):
+                if axis is not None and self.mesh[axis].size > 1:
+                    self.outputs[place] = axis, shape[-1]
+            _, model = self._dry(Ledger())
+            local = rehearsal.run(model, stage.loss, stage.inputs(), self.anatomy, opaque)
+        rehearsal.compare(whole, local, self.dealing, self.mesh.coordinates)
+        self.dropped = rehearsal.cuts(whole, local, self.anatomy, self.dealing, self.mesh.coordinates)
+
+    def forecast(self, ledger: Ledger, batches: Sequence[Mapping[str, Tensor]], *, recompute: bool) -> None:
+        """Add what this rank sends over x and y in a step, by running it dry: shapes decide, and formulas count.
+
+        Args:
+            batches: of every micro-batch (values do not matter).
+            recompute: blocks are computed again in backward.
+        """
+        for batch in batches:
+            stage = dataclasses.replace(self._stage, batch=batch)
+            with stage.entered():
+                split, model = self._dry(ledger)
+                for path in self.anatomy.blocks if recompute else ():
+                    block = model.get_submodule(path)
+                    block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+                split.watch_partial(dict(model.named_parameters()))
+                total, _ = stage.loss(model, stage.inputs())
+                total.backward()
+
+    def _dry(self, ledger: Ledger) -> tuple[Split, nn.Module]:
+        """This rank's split of a twin with blocks for weights, on a mesh that moves nothing."""
+        x, y = self.mesh["x"], self.mesh["y"]
+        mesh = dry_mesh({"x": x.size, "y": y.size}, x.index + x.size * y.index, ledger)
+        shapes = {name: self.assembly.block(name).shape for name in self.dealing.cuts}
+        model = self._stage.twin(shapes)
+        split = Split(self.anatomy, mesh, self.dealing, self.overlap)
+        split.attach(model)
+        split.attach_root(model, self.outputs)
+        return split, model
+
+    def _taken_over(self, model: nn.Module) -> Iterator[str]:
+        """Modules whose insides are not the whole model's."""
+        yield from (linear.module for linear in self.anatomy.linears.values())
+        yield from self.anatomy.whole
+        yield from (path for path, norm in self.anatomy.norms.items() if norm.spans)
+        yield from (path for path, module in model.named_modules() if isinstance(module, nn.Embedding))
 
     # ---- taking over
 
@@ -68,6 +138,12 @@ class Split:
         cut = {place: (self.mesh[axis], self.dealing.evenly(size, axis)) for place, (axis, size) in outputs.items()}
         if cut:
             RootExecutor(self.switch, model, cut)
+
+    def install(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Take over a model whose weights are blocks by now; it has been rehearsed."""
+        self.attach(model)
+        self.attach_root(model, self.outputs)
+        self.watch_partial(parameters)
 
     def watch_partial(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Sum the gradients of weights that every rank of an axis, or some of them, use for features of their own."""
