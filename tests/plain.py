@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from fourfold import wire
@@ -220,8 +221,8 @@ def _lift(module: nn.Module) -> None:
 
 @functools.cache
 def stock(name: str, dropout: float = 0.1) -> nn.Module:
-    """A tiny stock transformer in float64: llama, qwen3, gpt2 or opt."""
-    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig, Qwen3Config
+    """A tiny stock transformer in float64: llama, qwen3, mistral, mixtral, gpt2, opt, bert or vit."""
+    import transformers
 
     shape: dict[str, Any] = {
         "hidden_size": 24,
@@ -233,17 +234,54 @@ def stock(name: str, dropout: float = 0.1) -> nn.Module:
     grouped: dict[str, Any] = {"intermediate_size": 40, "num_key_value_heads": 2, "attention_dropout": dropout}
     plain: dict[str, Any] = {"n_embd": 24, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 32}
     dropped: dict[str, Any] = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+    both: dict[str, Any] = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    both |= {"intermediate_size": 40}
+    experts: dict[str, Any] = {"num_local_experts": 3, "num_experts_per_tok": 2}
     configs: dict[str, Callable[[], Any]] = {
-        "llama": lambda: LlamaConfig(**shape, **grouped),
-        "qwen3": lambda: Qwen3Config(**shape, **grouped, head_dim=6),
-        "gpt2": lambda: GPT2Config(**plain, **dropped),
-        "opt": lambda: OPTConfig(
+        "llama": lambda: transformers.LlamaConfig(**shape, **grouped),
+        "qwen3": lambda: transformers.Qwen3Config(**shape, **grouped, head_dim=6),
+        "mistral": lambda: transformers.MistralConfig(**shape, **grouped),
+        "mixtral": lambda: transformers.MixtralConfig(**shape, **grouped, **experts),
+        "gpt2": lambda: transformers.GPT2Config(**plain, **dropped),
+        "opt": lambda: transformers.OPTConfig(
             **shape, ffn_dim=40, word_embed_proj_dim=24, attention_dropout=dropout, dropout=dropout
         ),
+        "bert": lambda: transformers.BertConfig(**shape, **both),
+        "vit": lambda: transformers.ViTConfig(
+            **shape, **both, image_size=12, patch_size=4, num_labels=VOCABULARY, qkv_bias=True
+        ),
     }
+    kinds = {"bert": transformers.AutoModelForMaskedLM, "vit": transformers.AutoModelForImageClassification}
+    settings: dict[str, Any] = {"attn_implementation": "sdpa"}
+    settings |= {"experts_implementation": "eager"} if name == "mixtral" else {}
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(configs[name](), attn_implementation="sdpa")
+    model = kinds.get(name, transformers.AutoModelForCausalLM).from_config(configs[name](), **settings)
     return disturbed(model.double())
+
+
+@dataclass(frozen=True)
+class Pictures(Work):
+    """Small pictures to classify."""
+
+    def batch(self, step: int) -> dict[str, Tensor]:
+        """The global batch of a step."""
+        generator = torch.Generator().manual_seed(1000 + step)
+        pixels = torch.randn(self.rows, 3, 12, 12, generator=generator, dtype=torch.float64)
+        return {"pixels": pixels, "labels": torch.randint(VOCABULARY, (self.rows,), generator=generator)}
+
+
+def picture_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    """Cross-entropy of the classes."""
+    logits = model(batch["pixels"]).logits
+    return F.cross_entropy(logits, batch["labels"], reduction="sum"), len(logits)
+
+
+def stock_work(name: str, dropout: float = 0.1, **settings: Any) -> Work:
+    """Training of a stock model with the casts lifted."""
+    about: dict[str, Any] = {"prepare": lift_casts, **settings}
+    if name == "vit":
+        return Pictures(stock(name, dropout), loss=picture_loss, **about)
+    return Work(stock(name, dropout), **about)
 
 
 def at_rest(run: Run) -> int:

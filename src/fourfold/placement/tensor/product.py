@@ -177,7 +177,15 @@ def _run(
 def _fake(
     x: Tensor, weights: list[Tensor], biases: list[Tensor | None], contract: str, kind: str, turned: bool
 ) -> Tensor:
-    return x.new_empty(*x.shape[:-1], sum(_widths(weights, turned)))
+    out = x.new_empty(*x.shape[:-1], sum(_widths(weights, turned)))
+    _count(axis_of(contract), out, kind)
+    return out
+
+
+def _count(axis: Axis, tensor: Tensor, kind: str) -> None:
+    """On a dry axis shapes alone count their bytes, too. A compiler looks at shapes several times, which is no run."""
+    if axis.dry and not torch.compiler.is_compiling():
+        axis.all_reduce(tensor, kind).wait()
 
 
 def _gradients(
@@ -193,7 +201,7 @@ def _gradients(
     overlap: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     axis, flat = axis_of(output), _flat(grad)
-    dx, dw, db = _fake_gradients(grad, x, weights, widths, trained, biased, output, kind, turned, overlap)
+    dx, dw, db = _places(grad, x, weights, widths, trained, biased, turned)
     work = None
 
     def input_gradient() -> None:
@@ -231,7 +239,22 @@ def _fake_gradients(
     turned: bool,
     overlap: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Every gradient's place; of no elements where it is not needed."""
+    dx, dw, db = _places(grad, x, weights, widths, trained, biased, turned)
+    if weights:
+        _count(axis_of(output), dx, kind)
+    return dx, dw, db
+
+
+def _places(
+    grad: Tensor,
+    x: Tensor | None,
+    weights: list[Tensor],
+    widths: list[int],
+    trained: list[bool],
+    biased: list[bool],
+    turned: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for every gradient; of no elements where it is not needed."""
     dx = grad.new_empty(0)
     if weights:
         dx = grad.new_empty(*grad.shape[:-1], weights[0].shape[0 if turned else 1])

@@ -16,36 +16,36 @@ class WholeExecutor(Executor):
     """A module nobody knows how to split.
 
     Attributes:
-        axis, share: over which its input's features lie, and how.
-        output, dealt: over which the features of its outputs lie, and how; None: they stay whole.
+        axis, share: over which its input's features lie, and how; None: they are whole.
+        output, dealt: over which the features of its outputs are cut again, and how; None: they stay whole.
     """
 
     def __init__(
-        self, switch: Switch, module: nn.Module, axis: Axis, share: Share, output: Axis | None, dealt: Share | None
+        self, switch: Switch, module: nn.Module, axis: Axis, share: Share | None, output: Axis, dealt: Share | None
     ) -> None:
         super().__init__(switch, module)
         self.axis, self.share, self.output, self.dealt = axis, share, output, dealt
 
     def on_blocks(self, *args: Any, **kwargs: Any) -> Any:
         """Gather every floating tensor that has as many features in its last dim as this rank holds."""
-        here = self.share.extent(self.axis.index)
 
         def gathered(value: Any) -> Any:
-            if isinstance(value, Tensor) and value.is_floating_point() and value.shape[-1:] == (here,):
-                return ops.gather_cut(value, self.axis, sizes=extents(self.share))
-            return value
-
-        found = self.inner(*map_leaves(gathered, args), **map_leaves(gathered, kwargs))
-        if self.output is None or self.dealt is None:
-            return found
-        whole, output, sizes = sum(extents(self.dealt)), self.output, extents(self.dealt)
+            share = self.share
+            if share is None or not _has_features(value, share.extent(self.axis.index)):
+                return value
+            return ops.gather_cut(value, self.axis, sizes=extents(share))
 
         def cut(value: Any) -> Any:
-            if isinstance(value, Tensor) and value.is_floating_point() and value.shape[-1:] == (whole,):
-                return ops.cut_gather(value, output, sizes=sizes)
-            return value
+            dealt = self.dealt
+            if dealt is None or not _has_features(value, sum(extents(dealt))):
+                return value
+            return ops.cut_gather(value, self.output, sizes=extents(dealt))
 
-        return map_leaves(cut, found)
+        return map_leaves(cut, self.inner(*map_leaves(gathered, args), **map_leaves(gathered, kwargs)))
+
+
+def _has_features(value: Any, count: int) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.shape[-1:] == (count,)
 
 
 class RootExecutor(Executor):

@@ -7,9 +7,11 @@ matter), and the mesh is dry: nothing is allocated, nothing sent, and the bytes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -45,13 +47,13 @@ class Run:
         made: every function called outside of the modules that executors take over.
         draws: dropout site → shape of what is dropped from.
         outputs: shapes of the floating tensors that the model returned.
-        total: the loss.
+        widths: module path → features of the first floating tensor that it is given, and that it gives; of those asked.
     """
 
     made: list[Made] = field(default_factory=list)
     draws: dict[str, Shape] = field(default_factory=dict)
     outputs: list[Shape] = field(default_factory=list)
-    total: Any = None
+    widths: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 class _Shapes(TorchFunctionMode):
@@ -76,16 +78,26 @@ def run(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], anatomy: Anat
     rehearsal = Rehearsal(calls)
 
     def note(module: nn.Module, args: Any, result: Any) -> None:
-        tensors = (value for value in leaves(result) if isinstance(value, Tensor) and value.is_floating_point())
-        found.outputs = [tuple(value.shape) for value in tensors]
+        found.outputs = [tuple(value.shape) for value in _floating(result)]
+
+    def measure(path: str, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        given, made = _floating((args, kwargs)), _floating(result)
+        found.widths[path] = given[0].shape[-1], made[0].shape[-1]
 
     with ExitStack() as stack:
         stack.callback(model.register_forward_hook(note).remove)
+        for path in anatomy.whole:
+            hook = model.get_submodule(path).register_forward_hook(partial(measure, path), with_kwargs=True)
+            stack.callback(hook.remove)
         for mode in (calls.watching(model), _Shapes(calls, opaque, found), rehearsal):
             stack.enter_context(mode)
-        found.total = loss(model, dict(batch))
+        loss(model, dict(batch))
     found.draws = {site: tuple(seen.shape) for site, seen in sites(rehearsal.seen, calls.done, anatomy.blocks).items()}
     return found
+
+
+def _floating(value: Any) -> list[Tensor]:
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 @dataclass(frozen=True)
@@ -157,23 +169,29 @@ def compare(whole: Run, local: Run, dealing: Dealing, coordinates: Mapping[str, 
         PlacementError: names the module, the function and the two shapes.
     """
     pairs = dealing.pairs(coordinates)
-    if len(whole.made) != len(local.made):
-        raise PlacementError(
-            f"the model calls {len(whole.made)} functions as a whole, and {len(local.made)} on a part of its heads or "
-            "features, so it cannot be cut; leave out plan.placement.tensor"
-        )
-    for one, other in zip(whole.made, local.made, strict=True):
-        if one[:2] != other[:2]:
-            raise PlacementError(
-                f"{one.module}: calls {one.function} in the whole model and {other.function} on a part of its heads or "
-                "features, so it cannot be cut; leave out plan.placement.tensor"
-            )
+    for one, other in _matched(whole.made, local.made):
         if not _fits(one.shapes, other.shapes, pairs):
             raise PlacementError(
                 f"{one.module}: {one.function} gives {_text(one.shapes)} in the whole model, and {_text(other.shapes)} "
                 "on a part of its heads or features: other dims differ than those that are cut. Does it count heads by "
                 "an attribute or a config that placement does not know? Leave out plan.placement.tensor"
             )
+
+
+def _matched(whole: Sequence[Made], local: Sequence[Made]) -> Iterator[tuple[Made, Made]]:
+    """Calls of the same function in the same module, in order.
+
+    One of the two may call more where its code asks how many heads there are: a single key-value head need not be
+    repeated.
+    """
+    if [made[:2] for made in whole] == [made[:2] for made in local]:
+        yield from zip(whole, local, strict=True)
+        return
+    for module in dict.fromkeys(made.module for made in whole):
+        ours, theirs = ([made for made in run if made.module == module] for run in (whole, local))
+        names = ([made.function for made in run] for run in (ours, theirs))
+        for at, there, count in SequenceMatcher(None, *names, autojunk=False).get_matching_blocks():
+            yield from zip(ours[at : at + count], theirs[there : there + count], strict=True)
 
 
 def _fits(whole: tuple[Shape, ...], local: tuple[Shape, ...], pairs: set[tuple[int, int]]) -> bool:

@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fourfold import randomness
-from fourfold.anatomy import Anatomy, Linear
+from fourfold.anatomy import Anatomy, Linear, own_names
 from fourfold.ledger import Ledger
 from fourfold.placement.refusals import PlacementError
 from fourfold.placement.tensor import rehearsal
 from fourfold.placement.tensor.assembly import Assembly
 from fourfold.placement.tensor.dealing import Dealing, deal_weights, features_of
 from fourfold.placement.tensor.executor import Switch
+from fourfold.placement.tensor.experts import ExpertsExecutor, Role
+from fourfold.placement.tensor.experts import refuse as refuse_experts
 from fourfold.placement.tensor.heads import Counts, Patch, patches
 from fourfold.placement.tensor.linears import ConvolutionExecutor, LinearExecutor, Siblings
 from fourfold.placement.tensor.norms import NormExecutor
@@ -45,6 +47,7 @@ class Split:
         outputs: by place among the floating tensors that the model returns, the axis of their features and how many
             they are in the whole model. Found by `rehearse`.
         dropped: by site, how the tensors that dropouts take are cut. Found by `rehearse`.
+        widths: of modules that run whole, how many features go in and come out. Found by `rehearse`.
     """
 
     anatomy: Anatomy
@@ -55,6 +58,7 @@ class Split:
     assembly: Assembly = field(init=False)
     outputs: dict[int, tuple[str, int]] = field(default_factory=dict)
     dropped: dict[str, tuple[randomness.Cut, ...]] = field(default_factory=dict)
+    widths: dict[str, tuple[int, int]] = field(default_factory=dict)
     _stage: Stage = field(init=False, repr=False)
     _patches: list[Patch] = field(default_factory=list)
 
@@ -76,6 +80,7 @@ class Split:
             for place, (axis, shape) in enumerate(zip(self.anatomy.outputs, whole.outputs, strict=False)):
                 if axis is not None and self.mesh[axis].size > 1:
                     self.outputs[place] = axis, shape[-1]
+            self.widths = whole.widths
             _, model = self._dry(Ledger())
             local = rehearsal.run(model, stage.loss, stage.inputs(), self.anatomy, opaque)
         rehearsal.compare(whole, local, self.dealing, self.mesh.coordinates)
@@ -105,7 +110,7 @@ class Split:
         mesh = dry_mesh({"x": x.size, "y": y.size}, x.index + x.size * y.index, ledger)
         shapes = {name: self.assembly.block(name).shape for name in self.dealing.cuts}
         model = self._stage.twin(shapes)
-        split = Split(self.anatomy, mesh, self.dealing, self.overlap)
+        split = dataclasses.replace(self, mesh=mesh, switch=Switch(), _patches=[])
         split.attach(model)
         split.attach_root(model, self.outputs)
         return split, model
@@ -121,11 +126,13 @@ class Split:
 
     def attach(self, model: nn.Module) -> None:
         """Take over the modules that compute with blocks. The model's weights are blocks from here on."""
+        names = own_names(model)
         self._attach_linears(model)
-        self._attach_norms(model)
-        for path, module in model.named_modules():
+        self._attach_experts(model)
+        self._attach_norms(model, names)
+        for module in model.modules():
             if isinstance(module, nn.Embedding):
-                self._attach_table(path, module)
+                self._attach_table(names[id(module.weight)], module)
         for path, whole in self.anatomy.whole.items():
             axis = self._axis(whole.inputs)
             if axis.size > 1 or self._axis(whole.output).size > 1:
@@ -207,24 +214,51 @@ class Split:
         counts = Counts(heads, features, max(heads.values()) // min(heads.values()))
         self._patches += patches(parent, counts)
 
-    def _attach_norms(self, model: nn.Module) -> None:
+    def _attach_experts(self, model: nn.Module) -> None:
+        for path, names in self._experts().items():
+            linears = {name: self.anatomy.linears[name] for name in names}
+            outer = next(iter(linears.values()))
+            if self._axis(outer.contract).size == self._axis(outer.output).size == 1:
+                continue
+            module = model.get_submodule(path)
+            refuse_experts(path, module)
+            roles = {
+                name.rpartition(".")[2]: Role(self._axis(linear.contract), self._axis(linear.output))
+                for name, linear in linears.items()
+            }
+            cut = self.dealing.cuts[names[0]]
+            features = cut.at(self.mesh.coordinates).shape[outer.layout.split(",").index("in")]
+            ExpertsExecutor(self.switch, module, path, roles, features, self._axis(outer.contract))
+
+    def _experts(self) -> dict[str, list[str]]:
+        """3-D weights by the module that reads them, first layers first."""
+        found: dict[str, list[str]] = {}
+        for name, linear in self.anatomy.linears.items():
+            if linear.layout.startswith("expert"):
+                found.setdefault(linear.module, []).append(name)
+        return found
+
+    def _attach_norms(self, model: nn.Module, names: Mapping[int, str]) -> None:
         for path, norm in self.anatomy.norms.items():
             if norm.axis is None or not norm.spans or self.mesh[norm.axis].size == 1:
                 continue
-            NormExecutor(self.switch, model.get_submodule(path), path, self.mesh[norm.axis], norm.size)
+            module = model.get_submodule(path)
+            first = next(module.parameters(recurse=False))
+            size = self.dealing.cuts[names[id(first)]].shape[-1]
+            NormExecutor(self.switch, module, path, self.mesh[norm.axis], size)
 
-    def _attach_table(self, path: str, module: nn.Embedding) -> None:
-        name = self.dealing.names.get(id(module.weight))
-        share = self.dealing.cuts[name].shares[0] if name else None
-        if name in self.anatomy.embeddings and share is not None:
+    def _attach_table(self, name: str, module: nn.Embedding) -> None:
+        share = self.dealing.cuts[name].shares[0] if name in self.anatomy.embeddings else None
+        if share is not None:
             axis = self.mesh[share.axis]
             (rows,) = share.runs[axis.index]
             TableExecutor(self.switch, module, axis, rows)
 
     def _attach_whole(self, model: nn.Module, path: str) -> None:
         whole = self.anatomy.whole[path]
-        share = None if whole.inputs is None else self.dealing.evenly(whole.size, whole.inputs)
-        dealt = None if whole.output is None else self.dealing.evenly(whole.size, whole.output)
+        given, made = self.widths[path]
+        share = None if self._axis(whole.inputs).size == 1 else self.dealing.evenly(given, whole.inputs or "")
+        dealt = None if self._axis(whole.output).size == 1 else self.dealing.evenly(made, whole.output or "")
         axes = self._axis(whole.inputs), self._axis(whole.output)
         WholeExecutor(self.switch, model.get_submodule(path), axes[0], share, axes[1], dealt)
 
@@ -270,4 +304,10 @@ def divide(model: nn.Module, anatomy: Anatomy, mesh: Mesh, grid: Grid, *, overla
             f"plan.placement.tensor: {type(model).__name__} cannot be cut over x and y: {anatomy.problems[0]}"
             f"{f' (and {len(anatomy.problems) - 1} more)' if len(anatomy.problems) > 1 else ''}; leave it out"
         )
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
+            raise PlacementError(
+                f"{path}: expected an embedding without max_norm and scale_grad_by_freq, which look at whole rows of "
+                "the table or at all lookups; set them to None and False, or leave out plan.placement.tensor"
+            )
     return Split(anatomy, mesh, deal_weights(model, anatomy, grid), overlap)

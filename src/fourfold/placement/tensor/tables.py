@@ -39,8 +39,10 @@ class _Lookups(TorchFunctionMode):
             return self._look_up(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
-    def _look_up(self, input: Tensor, weight: Tensor, padding_idx: int | None = None, *settings: Any) -> Tensor:
-        """What others hold counts as zero here; a sum with zeros is exact."""
+    def _look_up(
+        self, input: Tensor, weight: Tensor, padding_idx: int | None = None, *unused: Any, **settings: Any
+    ) -> Tensor:
+        """What others hold counts as zero here; a sum with zeros is exact. Other settings are refused (`split`)."""
         rows = self.table.rows
         here = (input >= rows.start) & (input < rows.stop)
         at = (input - rows.start).clamp(0, len(rows) - 1)

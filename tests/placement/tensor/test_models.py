@@ -1,0 +1,42 @@
+"""Whole models on grids whose x and y cut features: losses, gradients and weights are those of one process."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from plain import Outcome, Work, assert_equal, gpt, on_threads, serial, stock_work
+
+NAMES = ("llama", "qwen3", "mistral", "mixtral", "gpt2", "opt", "bert", "vit")
+GRIDS = ({"x": 2, "y": 2, "z": 2}, {"y": 4}, {"x": 3, "y": 2})
+"""All axes at once; more ranks than key-value heads; sizes that do not divide."""
+
+
+def plan(**tensor: int) -> dict[str, Any]:
+    return {"placement": {"precision": "fp64", "tensor": {"algorithm": "4d", **tensor}}}
+
+
+@functools.cache
+def work(name: str) -> Work:
+    return stock_work(name, steps=3)
+
+
+@functools.cache
+def alone(name: str) -> Outcome:
+    return serial(work(name))
+
+
+@pytest.mark.parametrize("tensor", GRIDS, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_stock_models_on_grids_equal_one_process(name: str, tensor: dict[str, int]) -> None:
+    for outcome in on_threads(work(name), plan(**tensor)):
+        assert_equal(outcome, alone(name))
+
+
+@pytest.mark.parametrize("tensor", ({"x": 2}, {"y": 2}, {"x": 2, "y": 3}), ids=str)
+def test_our_gpt_on_grids_equals_one_process(tensor: dict[str, int]) -> None:
+    ours = Work(gpt(0.1), steps=3)
+    for outcome in on_threads(ours, plan(**tensor)):
+        assert_equal(outcome, serial(ours))
