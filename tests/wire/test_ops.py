@@ -359,6 +359,32 @@ def test_compiled_without_a_graph_break_the_numbers_are_the_same_and_bytes_count
         torch.compiler.reset()
 
 
+def test_one_graph_serves_every_size_of_a_dynamic_dim() -> None:
+    axis = Dry("y", 3, 1)
+    traced = []
+
+    def body(x: Tensor) -> Tensor:
+        x = ops.scatter_gather(ops.gather_cut(x.sin(), axis, dim=1), axis, dim=0)
+        return ops.cut_gather(ops.gather_scatter(x, axis, dim=0), axis, dim=1)
+
+    def backend(graph, example):
+        traced.append(graph)
+        return graph
+
+    try:
+        compiled = torch.compile(body, backend=backend, fullgraph=True, dynamic=True)
+        for rows in (3, 6, 9, 12):
+            x, y = draw(rows, 4).requires_grad_(), draw(rows, 4).requires_grad_()
+            found, want = compiled(x), body(y)
+            found.square().sum().backward()
+            want.square().sum().backward()
+            assert torch.equal(found, want) and x.grad is not None and y.grad is not None
+            assert torch.equal(x.grad, y.grad)
+        assert len(traced) == 1
+    finally:
+        torch.compiler.reset()
+
+
 @pytest.mark.parametrize("name", ["sum_identity", "sum_sum", *PAIRS])
 def test_registration_passes_torch_own_checks(name: str) -> None:
     """On dry axes of several ranks: the checks run an op at their own times, for which no other rank could wait."""
