@@ -159,7 +159,7 @@ def _fake_cut(x: Tensor, axis: str, kind: str, dim: int, sizes: Sequence[int] | 
 
 
 def _scatter(x: Tensor, axis: str, kind: str, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
-    """This rank's part of what `_sum` gives. In 16 bits an exchange, on NCCL too: its own scatter adds up in 16 bits."""
+    """This rank's part of what `_sum` gives. In 16 bits an exchange, on NCCL too: its own scatter adds in 16 bits."""
     group = axis_of(axis)
     dim, each, sizes = _whole(x, group, dim, sizes)
     half = x.dtype in (torch.bfloat16, torch.float16)
