@@ -48,6 +48,7 @@ def test_arrows_join_the_same_collective_of_one_group():
         ledger.span("wire:data", "all_reduce", 10 + rank, 20 + rank, bytes=4)
         ledger.span("wire:z", "all_gather", 30, 40, bytes=4)
         ledger.span("wire:z+data", "all_gather", 50, 60, bytes=4)
+        ledger.span("wire:z+data/2", "all_gather", 70, 80, bytes=4)  # halves of the product: ranks 0, 1 and 2, 3
     arrows = {}
     for event in trace.trace(ledgers, AXES):
         if event["ph"] in "sf":
@@ -61,6 +62,8 @@ def test_arrows_join_the_same_collective_of_one_group():
         ("wire:z+data", 0, 1),
         ("wire:z+data", 0, 2),
         ("wire:z+data", 0, 3),
+        ("wire:z+data/2", 0, 1),
+        ("wire:z+data/2", 2, 3),
     ]
 
 

@@ -61,6 +61,36 @@ def test_metered_equals_the_formulas(size: int, count: int, dtype: torch.dtype, 
         }
 
 
+@settings(deadline=None, max_examples=20)
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=2, max_size=5),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    coded=st.booleans(),
+)
+def test_uneven_parts_move_no_padding(sizes: list[int], dtype: torch.dtype, coded: bool) -> None:
+    codec = bf16.Codec() if coded else None
+    itemsize = 2 if coded else torch.empty(0, dtype=dtype).element_size()
+
+    def body(world: wire.World) -> tuple[Ledger, int]:
+        mesh = wire.Mesh(world, {"y": len(sizes)})
+        axis = mesh["y"]
+        part, whole = torch.ones(sizes[axis.index], dtype=dtype), torch.ones(sum(sizes), dtype=dtype)
+        axis.all_gather(whole, part, "weight", sizes=sizes, codec=codec).wait()
+        axis.reduce_scatter(part, whole, "gradient", sizes=sizes, codec=codec).wait()
+        return axis.ledger, mesh.digest()
+
+    parts = [n * itemsize for n in sizes]
+    results = wire.threads.launch(len(sizes), body)
+    for index, (ledger, _) in enumerate(results):
+        assert {key: one.bytes for key, one in ledger.traffic().items()} == {
+            Flow("y", "weight", "all_gather"): formulas.all_gather_of_parts(parts, index),
+            Flow("y", "gradient", "reduce_scatter"): formulas.reduce_scatter_of_parts(parts, index),
+        }
+    assert len({digest for _, digest in results}) == 1
+    assert sum(ledger.sent(kind="weight") for ledger, _ in results) == (len(sizes) - 1) * sum(parts)
+    assert sum(ledger.sent(kind="gradient") for ledger, _ in results) == (len(sizes) - 1) * sum(parts)
+
+
 def test_a_step_is_counted_on_its_own_and_a_product_under_its_own_name() -> None:
     def body(world: wire.World) -> Ledger:
         ledger = Ledger(rank=world.rank)

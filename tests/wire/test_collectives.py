@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fourfold import wire
+from fourfold.wire.codecs import bf16
 
 SIZES = (1, 2, 3, 4)
 MOVED = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
@@ -103,6 +104,51 @@ def test_reduce_scatter_adds_up_in_the_dtype_of_out(size: int, sent: torch.dtype
     assert torch.equal(torch.cat(on(size, body)), want)
 
 
+UNEVEN = {1: (3,), 2: (0, 4), 3: (2, 5, 1), 4: (3, 0, 1, 2), 5: (1, 1, 2, 0, 6)}
+
+
+@pytest.mark.parametrize("size", UNEVEN)
+@pytest.mark.parametrize("codec", [None, bf16.Codec()])
+def test_uneven_all_gather(size: int, codec: bf16.Codec | None) -> None:
+    sizes = UNEVEN[size]
+
+    def body(axis: wire.Axis) -> Tensor:
+        out = torch.empty(sum(sizes))
+        axis.all_gather(out, values(axis.index, sizes[axis.index]), "weight", sizes=sizes, codec=codec).wait()
+        return out
+
+    want = torch.cat([values(rank, sizes[rank]) for rank in range(size)])
+    if codec is not None and size > 1:
+        want = want.bfloat16().float()
+    assert all(torch.equal(out, want) for out in on(size, body))
+
+
+@pytest.mark.parametrize("size", UNEVEN)
+@pytest.mark.parametrize(
+    ("sent", "summed"), [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float64,) * 2]
+)
+def test_uneven_reduce_scatter_is_in_rank_order(size: int, sent: torch.dtype, summed: torch.dtype) -> None:
+    sizes = UNEVEN[size]
+
+    def body(axis: wire.Axis) -> Tensor:
+        out = torch.empty(sizes[axis.index], dtype=summed)
+        axis.reduce_scatter(out, values(axis.index, sum(sizes), sent), "gradient", sizes=sizes).wait()
+        return out
+
+    want = in_order([values(rank, sum(sizes), sent).to(summed) for rank in range(size)])
+    assert torch.equal(torch.cat(on(size, body)), want)
+
+
+def test_ranks_that_cut_otherwise_are_named() -> None:
+    def body(axis: wire.Axis) -> None:
+        sizes = (2, 1, 1) if axis.index < 2 else (1, 2, 1)
+        shard = torch.ones(sizes[axis.index])
+        axis.all_gather(torch.empty(4), shard, "weight", sizes=sizes).wait()
+
+    with pytest.raises(wire.RankFailed, match=r"rank 2 in all_gather of weight on z, 1\+2\+1 × float32; .* 2\+1\+1"):
+        on(3, body)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_even_all_to_all(size: int) -> None:
     def body(axis: wire.Axis) -> Tensor:
@@ -194,6 +240,11 @@ def test_gradients_do_not_flow_through_and_parameters_may_be_sent() -> None:
         (lambda axis: axis.all_gather(torch.ones(7), torch.ones(4), "weight"), "expected `out` to have 8 elements"),
         (lambda axis: axis.all_gather(torch.ones(8).double(), torch.ones(4), "weight"), "one dtype"),
         (lambda axis: axis.reduce_scatter(torch.ones(4), torch.ones(9), "gradient"), "expected `full` to have 8"),
+        (lambda axis: axis.all_gather(torch.ones(7), torch.ones(4), "weight", sizes=[3, 3]), "add up to the 7"),
+        (lambda axis: axis.all_gather(torch.ones(7), torch.ones(4), "weight", sizes=[7]), "`sizes` of 2 counts"),
+        (lambda axis: axis.all_gather(torch.ones(7), torch.ones(1), "weight", sizes=[4, 3]), "`shard` has 1"),
+        (lambda axis: axis.reduce_scatter(torch.ones(1), torch.ones(9), "weight", sizes=[4, 5]), "`out` has 1; give"),
+        (lambda axis: axis.reduce_scatter(torch.ones(1), torch.ones(1), "weight", sizes=[2, -1]), "add up to the 1"),
         (lambda axis: axis.all_to_all(torch.ones(3), torch.ones(3), "activation"), "do not divide by 2 ranks"),
         (lambda axis: axis.all_to_all(torch.ones(3), torch.ones(3), "activation", [1, 1], [1, 2]), "add up to 3"),
         (lambda axis: axis.broadcast(torch.ones(3), 2, "weight"), r"rank of the axis \(0 … 1\), found 2"),

@@ -35,6 +35,28 @@ def test_all_reduce_of_parts_that_a_codec_made() -> None:
     assert formulas.all_reduce_of_parts([8, 8, 4], 0) == formulas.all_reduce(3, 20, 4, 0)
 
 
+def test_uneven_gathers_and_scatters_by_hand() -> None:
+    # Shards of 8, 0 and 4 bytes: each goes to two others; of a whole of 12 bytes each rank keeps its own part back.
+    assert [formulas.all_gather_of_parts([8, 0, 4], index) for index in range(3)] == [16, 0, 8]
+    assert [formulas.reduce_scatter_of_parts([8, 0, 4], index) for index in range(3)] == [4, 12, 8]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_equal_parts_give_the_even_forms(size: int) -> None:
+    parts = [24] * size
+    for index in range(size):
+        assert formulas.all_gather_of_parts(parts, index) == formulas.all_gather(size, 24 * size)
+        assert formulas.reduce_scatter_of_parts(parts, index) == formulas.reduce_scatter(size, 24 * size)
+
+
+@pytest.mark.parametrize("count", [0, 3, 29])
+@pytest.mark.parametrize("size", [1, 2, 4, 7])
+def test_the_sum_without_a_list_of_parts_is_the_sum_of_its_parts(count: int, size: int) -> None:
+    parts = [2 * share for share in formulas.shares(count, size)]
+    for index in range(size):
+        assert formulas.all_reduce(size, 2 * count, 2, index) == formulas.all_reduce_of_parts(parts, index)
+
+
 def test_uneven_all_to_all_keeps_its_own_part() -> None:
     assert formulas.all_to_all([3, 5, 7], 1) == 10
 

@@ -31,6 +31,8 @@ def every_collective(world: wire.World, count: int) -> dict[str, Tensor | list |
     scattered, swapped, told, got = (torch.empty(count), torch.empty(count * size), part.clone(), torch.empty(count))
     ins = [(rank + peer) % 3 for peer in range(size)]
     uneven = torch.empty(sum(ins))
+    sizes = [(2 * peer) % 3 for peer in range(size)]
+    cut, pieces = torch.empty(sizes[rank]), torch.empty(sum(sizes))
     works = [
         axis.all_reduce(summed, "gradient"),
         axis.all_gather(gathered, part, "weight"),
@@ -38,6 +40,8 @@ def every_collective(world: wire.World, count: int) -> dict[str, Tensor | list |
         axis.all_reduce(double, "gradient"),
         axis.all_to_all(swapped, whole, "activation"),
         axis.all_to_all(uneven, part[: sum(ins)].clone(), "embedding", ins, ins),
+        axis.all_gather(pieces, part[: sizes[rank]].clone(), "weight", sizes=sizes),
+        axis.reduce_scatter(cut, whole[: sum(sizes)].clone(), "gradient", sizes=sizes),
         axis.broadcast(told, size - 1, "weight"),
         axis.send(part, (rank + 1) % size, "activation", 3),
         axis.receive(got, (rank - 1) % size, "activation", 3),
@@ -54,6 +58,8 @@ def every_collective(world: wire.World, count: int) -> dict[str, Tensor | list |
         "bf16": double,
         "all_to_all": swapped,
         "uneven": uneven,
+        "uneven gather": pieces,
+        "uneven scatter": cut,
         "broadcast": told,
         "receive": got,
         "collect": axis.collect([rank, 0.5]),

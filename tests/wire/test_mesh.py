@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from fourfold import wire
+from fourfold.ledger import Ledger
+from fourfold.wire import formulas
 from fourfold.wire.axis import axis_of
+from fourfold.wire.dry import dry_mesh
 
 SHAPE = {"x": 2, "z": 3, "data": 2}
 
@@ -37,6 +40,36 @@ def test_a_product_is_in_the_mesh_order_whatever_order_it_is_asked_in() -> None:
         assert (name, size, all_of_them) == ("z+data", 6, 12)
         assert ranks == [[float(rank % 2 + 2 * step)] for step in range(6)]
         assert ranks[index] == [float(rank)]
+
+
+def test_a_part_is_the_consecutive_ranks_of_an_axis_that_this_one_is_among() -> None:
+    def body(world: wire.World):
+        mesh = wire.Mesh(world, {"x": 2, "y": 6})
+        before = mesh.digest()
+        part = mesh.part("y", 3)
+        assert part is mesh.part("y", 3) and mesh.part("y", 6) is mesh["y"]
+        tensor = torch.tensor([float(mesh["y"].index)])
+        part.all_reduce(tensor, "gradient").wait()
+        alone, both = mesh.part("y", 1), mesh.part("y+x", 4)
+        assert (alone.size, alone.name, both.name) == (1, "y/1", "x+y/4")
+        metered = {flow.axis: one.bytes for flow, one in mesh.ledger.traffic().items()}
+        assert Ledger.from_dict(mesh.ledger.to_dict()).traffic() == mesh.ledger.traffic()
+        return part.name, part.index, tensor.item(), list(both.members), metered, mesh.digest(), mesh.digest() != before
+
+    results = wire.threads.launch(12, body)
+    for rank, (name, index, total, members, metered, _, counted) in enumerate(results):
+        y = rank // 2
+        assert (name, index, total) == ("y/3", y % 3, 3.0 if y < 3 else 12.0)
+        assert members == list(range(rank - rank % 4, rank - rank % 4 + 4))
+        assert metered == {"y/3": formulas.all_reduce(3, 4, 4, y % 3)}
+        assert counted
+    assert len({result[5] for result in results}) == 1
+
+
+@pytest.mark.parametrize(("name", "size", "says"), [("y", 4, "parts of 4; try 1, 2, 3, 6"), ("y", 0, "parts of 0")])
+def test_parts_that_cannot_be(name: str, size: int, says: str) -> None:
+    with pytest.raises(wire.UsageError, match=says):
+        dry_mesh({"y": 6}).part(name, size)
 
 
 def test_collectives_on_different_axes_do_not_meet() -> None:

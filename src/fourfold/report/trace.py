@@ -98,16 +98,22 @@ def _collectives(
             if span.lane.startswith("wire:"):
                 number = counts[span.lane, span.name]
                 counts[span.lane, span.name] += 1
-                group = _group(rank, span.lane.removeprefix("wire:").split("+"), axes)
+                group = _group(rank, span.lane.removeprefix("wire:"), axes)
                 found[span.lane, span.name, number, group].append((rank, threads[span.lane], span))
     return found
 
 
-def _group(rank: int, along: list[str], axes: Mapping[str, int]) -> tuple[int, ...]:
-    """A rank's coordinates on the axes across `along`: the same for all that take part."""
-    across = []
+def _group(rank: int, lane: str, axes: Mapping[str, int]) -> tuple[int, ...]:
+    """What is the same for all ranks that take part in the lane "z+data", or in a part of an axis, "y/4".
+
+    Their coordinates on the axes across; and which part of the axis it is.
+    """
+    along, _, part = lane.partition("/")
+    across, place, stride = [], 0, 1
     for name, size in axes.items():
         rank, index = divmod(rank, size)
-        if name not in along:
+        if name in along.split("+"):
+            place, stride = place + index * stride, stride * size
+        else:
             across.append(index)
-    return tuple(across)
+    return (*across, place // int(part)) if part else tuple(across)

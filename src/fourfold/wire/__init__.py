@@ -3,6 +3,8 @@
 from fourfold.wire import formulas as formulas
 from fourfold.wire import threads as threads
 from fourfold.wire.axis import Axis as Axis
+from fourfold.wire.dry import Dry as Dry
+from fourfold.wire.dry import dry_mesh as dry_mesh
 from fourfold.wire.errors import Mismatch as Mismatch
 from fourfold.wire.errors import RankFailed as RankFailed
 from fourfold.wire.errors import Stalled as Stalled

@@ -7,15 +7,14 @@ import time
 import weakref
 import zlib
 from collections.abc import Sequence
-from difflib import get_close_matches
 
 import torch
 from torch import Tensor
 
 from fourfold.ledger import Ledger
-from fourfold.ledger.ledger import KINDS
 from fourfold.plan.protocols import Codec
-from fourfold.wire import algorithms, formulas
+from fourfold.torch_private import storage_key
+from fourfold.wire import algorithms, arguments, formulas
 from fourfold.wire.backends.channel import Channel
 from fourfold.wire.errors import UsageError, WireError
 from fourfold.wire.work import Steps, Work
@@ -74,7 +73,7 @@ class Axis:
 
         16-bit floats are added up in float32 and rounded once.
         """
-        flat = _flat(tensor, "tensor")
+        flat = arguments.flat(tensor, "tensor")
         if self._channel is None:
             return self._alone("all_reduce", kind)
         if codec is None:
@@ -100,13 +99,13 @@ class Axis:
 
         Bytes: `formulas.all_gather`, with `sizes` `all_gather_of_parts`; padding never crosses.
         """
-        out, shard = _flat(out, "out"), _flat(shard, "shard")
-        _same_dtype("all_gather", out, shard)
+        out, shard = arguments.flat(out, "out"), arguments.flat(shard, "shard")
+        arguments.same_dtype("all_gather", out, shard)
         if sizes is None:
-            self._expect("all_gather", "out", out, shard.numel() * self.size)
+            arguments.elements(self, "all_gather", "out", out, shard.numel() * self.size)
             sent = formulas.all_gather(self.size, _wired(codec, shard.numel(), shard) * self.size)
         else:
-            self._parts("all_gather", "out", out, "shard", shard, sizes)
+            arguments.parts(self, "all_gather", "out", out, "shard", shard, sizes)
             sent = formulas.all_gather_of_parts([_wired(codec, n, shard) for n in sizes], self.index)
         if self._channel is None:
             _copy(out, shard)
@@ -128,12 +127,12 @@ class Axis:
 
         Bytes: `formulas.reduce_scatter`, with `sizes` `reduce_scatter_of_parts`; padding never crosses.
         """
-        out, full = _flat(out, "out"), _flat(full, "full")
+        out, full = arguments.flat(out, "out"), arguments.flat(full, "full")
         if sizes is None:
-            self._expect("reduce_scatter", "full", full, out.numel() * self.size)
+            arguments.elements(self, "reduce_scatter", "full", full, out.numel() * self.size)
             sent = formulas.reduce_scatter(self.size, _wired(codec, out.numel(), full) * self.size)
         else:
-            self._parts("reduce_scatter", "full", full, "out", out, sizes)
+            arguments.parts(self, "reduce_scatter", "full", full, "out", out, sizes)
             sent = formulas.reduce_scatter_of_parts([_wired(codec, n, full) for n in sizes], self.index)
         if self._channel is None:
             _copy(out, full)
@@ -153,12 +152,12 @@ class Axis:
         codec: Codec | None = None,
     ) -> Work:
         """Part j of `inp` goes to rank j, part i of `out` comes from rank i. Splits are in elements; even if None."""
-        out, inp = _flat(out, "out"), _flat(inp, "inp")
-        _same_dtype("all_to_all", out, inp)
-        outs = self._splits("all_to_all", "out", out, out_splits)
-        ins = self._splits("all_to_all", "in", inp, in_splits)
+        out, inp = arguments.flat(out, "out"), arguments.flat(inp, "inp")
+        arguments.same_dtype("all_to_all", out, inp)
+        outs = arguments.splits(self, "all_to_all", "out", out, out_splits)
+        ins = arguments.splits(self, "all_to_all", "in", inp, in_splits)
         if self._channel is None:
-            self._expect("all_to_all", "out", out, inp.numel())
+            arguments.elements(self, "all_to_all", "out", out, inp.numel())
             _copy(out, inp)
             return self._alone("all_to_all", kind)
         sent = formulas.all_to_all([_wired(codec, n, inp) for n in ins], self.index)
@@ -169,8 +168,8 @@ class Axis:
 
     def broadcast(self, tensor: Tensor, source: int, kind: str, *, codec: Codec | None = None) -> Work:
         """Every rank's `tensor` becomes that of rank `source` of this axis."""
-        flat = _flat(tensor, "tensor")
-        self._rank("broadcast", "source", source)
+        flat = arguments.flat(tensor, "tensor")
+        arguments.member(self, "broadcast", "source", source)
         if self._channel is None:
             return self._alone("broadcast", kind)
         sent = formulas.broadcast(self.size, _wired(codec, flat.numel(), flat), self.index)
@@ -179,16 +178,16 @@ class Axis:
 
     def send(self, tensor: Tensor, to: int, kind: str, tag: int = 0, *, codec: Codec | None = None) -> Work:
         """`tensor` to rank `to` of this axis. Messages of one pair and tag arrive in the order sent."""
-        flat = _flat(tensor, "tensor")
-        self._peer("send", "to", to, tag)
+        flat = arguments.flat(tensor, "tensor")
+        arguments.peer(self, "send", "to", to, tag)
         assert self._channel is not None
         sent = formulas.send(_wired(codec, flat.numel(), flat))
         return self._issue("send", kind, sent, algorithms.send(self._channel, flat, to, tag, codec))
 
     def receive(self, tensor: Tensor, source: int, kind: str, tag: int = 0, *, codec: Codec | None = None) -> Work:
         """Fill `tensor` from rank `source` of this axis. Counts nothing: the sender did."""
-        flat = _flat(tensor, "tensor")
-        self._peer("receive", "source", source, tag)
+        flat = arguments.flat(tensor, "tensor")
+        arguments.peer(self, "receive", "source", source, tag)
         assert self._channel is not None
         return self._issue("receive", kind, 0, algorithms.receive(self._channel, flat, source, tag, codec))
 
@@ -270,7 +269,7 @@ class Axis:
     # ---- inside
 
     def _issue(self, op: str, kind: str, nbytes: int, steps: Steps) -> Work:
-        _known(kind)
+        arguments.kind(kind)
         self.calls += 1
         self.ledger.send(self.name, kind, op, nbytes)
         assert self._channel is not None
@@ -282,7 +281,7 @@ class Axis:
         return work
 
     def _alone(self, op: str, kind: str) -> Work:
-        _known(kind)
+        arguments.kind(kind)
         return Work.complete(op, kind)
 
     def _sign(
@@ -303,57 +302,6 @@ class Axis:
         self._digest = (self._digest * 1_000_003 + mark + 1) & ((1 << DIGEST_BITS) - 1)
         return signature
 
-    def _expect(self, op: str, what: str, tensor: Tensor, numel: int) -> None:
-        if tensor.numel() != numel:
-            raise UsageError(
-                f"{op} on axis {self.name}: expected `{what}` to have {numel} elements (axis of {self.size}), "
-                f"found {tensor.numel()}; if the ranks' parts are not equal, say `sizes`"
-            )
-
-    def _parts(self, op: str, what: str, whole: Tensor, which: str, part: Tensor, sizes: Sequence[int]) -> None:
-        if len(sizes) != self.size or sum(sizes) != whole.numel() or min(sizes) < 0:
-            raise UsageError(
-                f"{op} on axis {self.name}: expected `sizes` of {self.size} counts that add up to the {whole.numel()} "
-                f"elements of `{what}`, found {list(sizes)}"
-            )
-        if part.numel() != sizes[self.index]:
-            raise UsageError(
-                f"{op} on axis {self.name}: `sizes` gives rank {self.index} {sizes[self.index]} elements, "
-                f"but its `{which}` has {part.numel()}"
-            )
-
-    def _splits(self, op: str, what: str, tensor: Tensor, splits: Sequence[int] | None) -> list[int]:
-        if splits is None:
-            each, rest = divmod(tensor.numel(), self.size)
-            if rest:
-                raise UsageError(
-                    f"{op} on axis {self.name}: {tensor.numel()} elements do not divide by {self.size} ranks; "
-                    f"say {what}_splits"
-                )
-            return [each] * self.size
-        if len(splits) != self.size or sum(splits) != tensor.numel() or min(splits) < 0:
-            raise UsageError(
-                f"{op} on axis {self.name}: expected {what}_splits of {self.size} counts that add up to "
-                f"{tensor.numel()}, found {list(splits)}"
-            )
-        return list(splits)
-
-    def _rank(self, op: str, what: str, rank: int) -> None:
-        if not 0 <= rank < self.size:
-            raise UsageError(
-                f"{op} on axis {self.name}: expected `{what}` to be a rank of the axis "
-                f"(0 … {self.size - 1}), found {rank}"
-            )
-
-    def _peer(self, op: str, what: str, rank: int, tag: int) -> None:
-        self._rank(op, what, rank)
-        if rank == self.index:
-            raise UsageError(
-                f"{op} on axis {self.name}: `{what}` = {rank} is this rank itself; keep the tensor instead"
-            )
-        if not 0 <= tag < 1 << 30:
-            raise UsageError(f"{op} on axis {self.name}: expected a tag from 0 to {(1 << 30) - 1}, found {tag}")
-
 
 def axis_of(key: str) -> Axis:
     """The axis with this key.
@@ -367,28 +315,9 @@ def axis_of(key: str) -> Axis:
     return axis
 
 
-def _known(kind: str) -> None:
-    if kind not in KINDS:
-        near = get_close_matches(kind, KINDS, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise UsageError(f"kind of traffic: expected one of {', '.join(KINDS)}, found {kind!r}{hint}")
-
-
-def _flat(tensor: Tensor, what: str) -> Tensor:
-    if not tensor.is_contiguous():
-        raise UsageError(
-            f"`{what}` of shape {tuple(tensor.shape)} is not contiguous: a copy would be lost; pack it first"
-        )
-    return tensor.detach().view(-1)
-
-
-def _same_dtype(op: str, out: Tensor, inp: Tensor) -> None:
-    if out.dtype != inp.dtype:
-        raise UsageError(f"{op}: expected both tensors in one dtype, found {out.dtype} and {inp.dtype}")
-
-
 def _copy(out: Tensor, inp: Tensor) -> None:
-    if out.data_ptr() != inp.data_ptr() or out.dtype != inp.dtype:
+    same = storage_key(out) == storage_key(inp) and out.storage_offset() == inp.storage_offset()
+    if not same or out.dtype != inp.dtype:
         out.copy_(inp)
 
 
