@@ -26,7 +26,7 @@ from fourfold.placement.refusals import reads_explained, refuse
 from fourfold.placement.seats import Seats, room
 from fourfold.placement.state import answer_state_dict, write_loaded_state
 from fourfold.placement.tensor.rehearsal import Loss, Stage
-from fourfold.placement.tensor.split import Split, divide
+from fourfold.placement.tensor.split import Split, rehearsed
 from fourfold.placement.unit import Unit
 from fourfold.plan import Codec, Events, Placement
 from fourfold.wire import Mesh
@@ -256,9 +256,9 @@ def place(
     split = None
     if options.grid.cuts_features:
         assert loss is not None and example is not None
-        split = divide(model, anatomy, mesh, options.grid, overlap=options.overlap)
-        split.rehearse(Stage.of(model, loss, example, anatomy.traced, precision.compute))
-    blocks = {} if split is None else {name: split.assembly.block(name) for name in split.assembly.cuts}
+        stage = Stage.of(model, loss, example, anatomy.traced, precision.compute)
+        split = rehearsed(stage, anatomy, mesh, options.grid, overlap=options.overlap)
+    blocks = {} if split is None else split.assembly.blocks()
     itemsize = torch.empty(0, dtype=precision.message).element_size()
     axis = mesh["z"]
     sharded = options.shard == "parameters" and axis.size > 1
@@ -278,7 +278,7 @@ def place(
         unit.install()
     _place_buffers(model, precision, device)
     if split is not None:
-        split.install(model, {name: weight for unit in units for name, weight in unit.parameters.items()})
+        split.install(model)
     placed = Placed(model, anatomy, mesh, options, units, events, split)
     _wrap_blocks(placed, sorted_)
     answer_state_dict(model, units, None if split is None else split.assembly)

@@ -28,6 +28,10 @@ class Assembly:
         """What this rank holds of a weight."""
         return self.cuts[name].at(self._coordinates(self.mesh.over("x", "y").index))
 
+    def blocks(self) -> dict[str, Block]:
+        """What this rank holds of every weight."""
+        return {name: self.block(name) for name in self.cuts}
+
     def assembled(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors of this rank's blocks, by name, on every rank. All ranks of x and y call it together."""
         axis = self.mesh.over("x", "y")

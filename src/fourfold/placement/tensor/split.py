@@ -108,7 +108,7 @@ class Split:
         """This rank's split of a twin with blocks for weights, on a mesh that moves nothing."""
         x, y = self.mesh["x"], self.mesh["y"]
         mesh = dry_mesh({"x": x.size, "y": y.size}, x.index + x.size * y.index, ledger)
-        shapes = {name: self.assembly.block(name).shape for name in self.dealing.cuts}
+        shapes = {name: block.shape for name, block in self.assembly.blocks().items()}
         model = self._stage.twin(shapes)
         split = dataclasses.replace(self, mesh=mesh, switch=Switch(), _patches=[])
         split.attach(model)
@@ -146,11 +146,11 @@ class Split:
         if cut:
             RootExecutor(self.switch, model, cut)
 
-    def install(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    def install(self, model: nn.Module) -> None:
         """Take over a model whose weights are blocks by now; it has been rehearsed."""
         self.attach(model)
         self.attach_root(model, self.outputs)
-        self.watch_partial(parameters)
+        self.watch_partial(dict(model.named_parameters()))
 
     def watch_partial(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Sum the gradients of weights that every rank of an axis, or some of them, use for features of their own."""
@@ -293,12 +293,19 @@ def _summing(axis: Axis) -> Callable[[Tensor], Tensor]:
     return hook
 
 
-def divide(model: nn.Module, anatomy: Anatomy, mesh: Mesh, grid: Grid, *, overlap: bool) -> Split:
-    """How the model is split; nothing of it has changed yet.
+def rehearsed(stage: Stage, anatomy: Anatomy, mesh: Mesh, grid: Grid, *, overlap: bool) -> Split:
+    """How a model is split over a grid, rehearsed; nothing of the model itself has changed.
 
     Raises:
         PlacementError: it does not fit the grid; names the layer, the axis and the nearest sizes that fit.
     """
+    split = divide(stage.model, anatomy, mesh, grid, overlap=overlap)
+    split.rehearse(stage)
+    return split
+
+
+def divide(model: nn.Module, anatomy: Anatomy, mesh: Mesh, grid: Grid, *, overlap: bool) -> Split:
+    """How the model is split, by the shapes of its weights."""
     if anatomy.problems:
         raise PlacementError(
             f"plan.placement.tensor: {type(model).__name__} cannot be cut over x and y: {anatomy.problems[0]}"
