@@ -1,8 +1,9 @@
 """What a plain model is: its blocks in order, ties, roles of linears, and initialisers."""
 
 from fourfold.anatomy.initialisers import Initialiser, Recording, deferred, initialiser, materialize, recorded
+from fourfold.anatomy.plain import restored
 from fourfold.anatomy.replay import InitialiserError
-from fourfold.anatomy.roles import BATCH_NORMS, BatchNorm, Dropout, Linear
+from fourfold.anatomy.roles import BATCH_NORMS, BatchNorm, Dropout, Linear, Norm, Raw, Whole
 from fourfold.anatomy.survey import Anatomy, AnatomyError, survey
 from fourfold.anatomy.ties import own_names, ties
 
@@ -15,12 +16,16 @@ __all__ = [
     "Initialiser",
     "InitialiserError",
     "Linear",
+    "Norm",
+    "Raw",
     "Recording",
+    "Whole",
     "deferred",
     "initialiser",
     "materialize",
     "own_names",
     "recorded",
+    "restored",
     "survey",
     "ties",
 ]

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from fourfold.anatomy.blocks import Call, Calls, blocks
 from fourfold.anatomy.rehearsal import Rehearsal
-from fourfold.anatomy.roles import BATCH_NORMS, BatchNorm, Dropout, Linear, Tracer
+from fourfold.anatomy.roles import BATCH_NORMS, BatchNorm, Dropout, Linear, Norm, Raw, Whole
 from fourfold.anatomy.rows import Forward, find, rows_of, with_telling_rows
 from fourfold.anatomy.ties import own_names, ties
+from fourfold.anatomy.transcript import Transcript
 from fourfold.anatomy.twin import Twin, twin, twins
 from fourfold.anatomy.watch import RandomCall, Watch
+from fourfold.anatomy.wholes import find as find_roles
 from fourfold.randomness import Layout, RandomnessError
 from fourfold.torch_private import dispatch_mode, leaves, storage_key
 
@@ -39,10 +41,13 @@ class Anatomy:
         unused: parameters that the forward never read.
         read_outside: parameters of a block that something read while that block's forward was not running: another
             block, the loss (a penalty), a hook.
-        linears: weight → role, axes, layout and the module that runs it.
+        linears: weight → role, axes, layout, the module that runs it, units and parts.
         embeddings: table → axis of its columns.
-        norms: module path of a norm → axis of the features that it normalises.
-        raw: parameter that joins activations elementwise → axis of these.
+        norms: module path of a norm → axis of the features that it normalises, and whether it does so across it.
+        raw: parameter that joins activations elementwise → axis of these, and whether it is split like them.
+        whole: path of a module that must run on whole features → axes over which its input lies and its output is
+            cut. What is inside one is in none of the others.
+        outputs: axis of the features of each floating tensor that the model returned, in order of leaves.
         siblings: groups of linear weights that read the very same tensor.
         dropouts: every dropout in order of execution.
         batch_norms: every call of `F.batch_norm` that takes statistics of the batch, in order of execution.
@@ -65,8 +70,8 @@ class Anatomy:
     read_outside: tuple[str, ...]
     linears: dict[str, Linear]
     embeddings: dict[str, str]
-    norms: dict[str, str | None]
-    raw: dict[str, str | None]
+    norms: dict[str, Norm]
+    raw: dict[str, Raw]
     siblings: tuple[tuple[str, ...], ...]
     dropouts: tuple[Dropout, ...]
     problems: tuple[str, ...]
@@ -77,6 +82,8 @@ class Anatomy:
     random_calls: tuple[RandomCall, ...] = ()
     unknown_rows: tuple[str, ...] = ()
     repeated: tuple[str, ...] = ()
+    whole: dict[str, Whole] = field(default_factory=dict)
+    outputs: tuple[str | None, ...] = ()
 
     @property
     def inexact(self) -> tuple[str, ...]:
@@ -159,21 +166,31 @@ def _run(attempt: Twin, loss: Loss, failures: tuple[str, ...], *, grad: bool) ->
     model, calls = attempt.model, Calls()
     reads = _Reads(model, calls)
     rehearsal = Rehearsal(calls)
-    tracer = Tracer(model, calls, rehearsal)
+    transcript = Transcript(model, rehearsal)
     watch = Watch(rehearsal)
     for module in model.modules():
         if type(module).forward is nn.SyncBatchNorm.forward:  # it would ask for a GPU, and for other ranks
             module.forward = partial(nn.BatchNorm2d.forward, module)  # type: ignore[arg-type]
-    modes = attempt.mode, calls.watching(model), reads, watch, rehearsal, tracer
+    modes = (
+        attempt.mode,
+        calls.watching(model),
+        transcript.watching(model),
+        reads,
+        watch,
+        rehearsal,
+        transcript,
+    )
     with torch.set_grad_enabled(grad), ExitStack() as stack:
         for mode in modes:
             stack.enter_context(mode)
         loss(model, attempt.batch)
-    roles = tracer.roles()
     found = blocks(model, calls.done)
     before, after = _around(reads.times, found)
     paths = tuple(call.path for call in found)
-    rows = find(attempt, loss, Forward.of(rows_of(attempt.batch), rehearsal, paths), paths, grad=grad)
+    forward = Forward.of(rows_of(attempt.batch), rehearsal, paths)
+    roles = find_roles(model, transcript, paths)
+    named = zip(roles.dropouts, forward.sites, strict=True)
+    rows = find(attempt, loss, forward, paths, grad=grad)
     return Anatomy(
         blocks=paths,
         before=before,
@@ -187,15 +204,17 @@ def _run(attempt: Twin, loss: Loss, failures: tuple[str, ...], *, grad: bool) ->
         norms=roles.norms,
         raw=roles.raw,
         siblings=roles.siblings,
-        dropouts=tuple(roles.dropouts),
-        problems=tuple(dict.fromkeys(roles.problems)),
+        dropouts=tuple(dropout._replace(site=site) for dropout, site in named),
+        problems=tuple(dict.fromkeys(trouble.line for trouble in roles.troubles)),
         traced=attempt.kind,
         failures=failures,
-        batch_norms=tuple(roles.batch_norms),
+        batch_norms=tuple(transcript.batch_norms),
         layouts=rows.layouts,
         random_calls=watch.random_calls,
         unknown_rows=rows.unknown,
-        repeated=tuple(sorted(rehearsal.repeated | {norm.module for norm in roles.batch_norms if norm.repeated})),
+        whole=roles.whole,
+        outputs=roles.outputs,
+        repeated=tuple(sorted(rehearsal.repeated | {norm.module for norm in transcript.batch_norms if norm.repeated})),
     )
 
 

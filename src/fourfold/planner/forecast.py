@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fourfold.anatomy import Anatomy, BatchNorm
+from fourfold.anatomy import Anatomy
 from fourfold.hardware import Cluster
 from fourfold.ledger import Ledger
 from fourfold.ledger.ledger import MEMORY
@@ -136,10 +136,9 @@ def _units(traces: Traces, tape: Tape, placement: Placement, types: Precision) -
 
 def _exchanges(anatomy: Anatomy, tape: Tape, placement: Placement) -> list[Exchange]:
     """The statistics that a micro-batch's batch norms take over all ranks."""
-    norms = [BatchNorm(*norm) for norm in anatomy.batch_norms]
     twice = anatomy.blocks if placement.recompute == "full" else ()
     trained = [name for name, _, trained in tape.weights if trained]
-    return list(exchanges(norms, placement.world, recomputed=twice, trained=trained))
+    return list(exchanges(anatomy.batch_norms, placement.world, recomputed=twice, trained=trained))
 
 
 def _bound(ledger: Ledger, cluster: Cluster, plan: Plan, subject: Subject, microbatches: int) -> str:

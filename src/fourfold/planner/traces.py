@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fourfold import torch_private
-from fourfold.anatomy import Anatomy
+from fourfold.anatomy import Anatomy, restored
 from fourfold.planner import workspace
 from fourfold.planner.isolate import IsolationError, isolated
 from fourfold.planner.subject import Subject
@@ -56,10 +56,7 @@ class Traces:
     @property
     def anatomy(self) -> Anatomy:
         """Blocks, ties and order of use."""
-        plain = self.outline["anatomy"]
-        names = {entry.name for entry in dataclasses.fields(Anatomy)}
-        frozen = {name: _frozen(value) for name, value in plain.items() if name in names}
-        return Anatomy(**frozen)
+        return restored(self.outline["anatomy"])
 
     def units(self, bucket: int, apart: bool, itemsize: int) -> list[Any]:
         """The placement's units, as in `outline`, with neighbours merged up to `bucket` bytes."""
@@ -123,12 +120,8 @@ class Traces:
                     ) from error
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(entry) for entry in value) if isinstance(value, list) else value
-
-
 def _warm() -> None:
     """Import here what every child would otherwise import for itself (torch's symbolic shapes, its compiler)."""
-    torch.compiler.disable(_frozen)  # type: ignore[call-overload]
+    torch.compiler.disable(_warm)  # type: ignore[call-overload]
     with torch_private.fake_tensors():
         torch.empty(1)

@@ -1,0 +1,218 @@
+"""Follows features through what sums products: linears, convolutions, matrix products, attention."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fourfold.anatomy.reading import Reading, View, flow, segment
+from fourfold.anatomy.roles import FLIP, Linear, Raw
+from fourfold.anatomy.spread import Atom, Spread, fresh, plain
+from fourfold.anatomy.transcript import Op, Ref
+
+ROLES: dict[str | None, str] = {"x": "normal", "y": "transposed", None: "entry"}
+
+
+class Term(NamedTuple):
+    """An operand of a sum of products, with one letter a dim."""
+
+    ref: Ref
+    letters: str
+
+
+def linear(reading: Reading, op: Op) -> None:
+    """`F.linear(x, weight, bias)`."""
+    x, weight = op.argument(0, "input"), op.argument(1, "weight")
+    batch = _letters(len(x.shape) - 1)
+    product(reading, op, [Term(x, f"{batch}I"), Term(weight, "OI")], f"{batch}O")
+
+
+def addmm(reading: Reading, op: Op) -> None:
+    """`torch.addmm(bias, x, weight)`, as transformers' Conv1D calls it; `addbmm`'s like are no linears."""
+    x, weight = op.argument(1, "mat1"), op.argument(2, "mat2")
+    product(reading, op, [Term(x, "aI"), Term(weight, "IO")], "aO")
+
+
+def matmul(reading: Reading, op: Op) -> None:
+    """`a @ b` with broadcast batch dims, `mm`, `bmm`; in `baddbmm` what is added comes first."""
+    first = 1 if op.name == "baddbmm" else 0
+    a, b = op.operands[first : first + 2]
+    if op.name == "__rmatmul__":
+        a, b = b, a
+    if not a.shape or not b.shape or len(a.shape) == 1 or len(b.shape) == 1:
+        flow(reading, op)
+        return
+    out = _letters(len(op.results[0].shape) - 2)
+    left, right = out[len(out) - len(a.shape) + 2 :], out[len(out) - len(b.shape) + 2 :]
+    product(reading, op, [Term(a, f"{left}MK"), Term(b, f"{right}KN")], f"{out}MN")
+
+
+def grouped(reading: Reading, op: Op) -> None:
+    """`F.grouped_mm(x, weight)`: (rows, in) by (experts, in, out), the experts' rows one after the other."""
+    x, weight = op.operands[:2]
+    product(reading, op, [Term(x, "aI"), Term(weight, "eIO")], "aO")
+
+
+def einsum(reading: Reading, op: Op) -> None:
+    """`torch.einsum` of an equation with an arrow and no ellipsis."""
+    equation = op.argument(0, "equation")
+    if not isinstance(equation, str) or "->" not in equation or "." in equation:
+        flow(reading, op)
+        return
+    left, out = equation.replace(" ", "").split("->")
+    terms = [Term(ref, letters) for ref, letters in zip(op.operands, left.split(","), strict=True)]
+    product(reading, op, terms, out)
+
+
+def convolution(reading: Reading, op: Op) -> None:
+    """`conv1d` … `conv3d`: features in dim 1 of (rows, features, …)."""
+    x, weight = op.argument(0, "input"), op.argument(1, "weight")
+    groups, spread = op.argument(6, "groups", 1), reading.spread(x)
+    if groups != 1:
+        if spread is not None and spread.axis is not None:
+            reading.trouble(op, f"{op.name} in {groups} groups of features that are split over {spread.axis}", [spread])
+        reading.put(op.results[0], fresh(spread.axis, op.results[0].shape, 1) if spread else None)
+        return
+    space = _letters(len(x.shape) - 2)
+    window = space.upper().translate({ord("I"): "!", ord("O"): "?"})
+    product(reading, op, [Term(x, f"zI{space}"), Term(weight, f"OI{window}")], f"zO{space}")
+
+
+def attention(reading: Reading, op: Op) -> None:
+    """`F.scaled_dot_product_attention`: heads over the axis; keys and values of fewer heads are shared."""
+    query, key, value = (op.argument(at, name) for at, name in enumerate(("query", "key", "value")))
+    spreads = [spread for spread in (reading.spread(ref) for ref in (query, key, value)) if spread is not None]
+    result = op.results[0]
+    if not spreads:
+        return
+    heads = len(result.shape) - 3
+    lead = max(spreads, key=lambda spread: (spread.axis is not None, reading.spread(query) is spread))
+    for ref in (query, key, value):
+        _head(reading, op, ref, lead, heads)
+    if len({spread.axis for spread in spreads if spread.axis}) > 1:
+        reading.trouble(op, "attention of heads over x and heads over y", spreads)
+    if lead.dim is not None and lead.dim <= heads:
+        dims = tuple(_marked(lead, dim) for dim in range(len(result.shape) - 1))
+        reading.put(result, Spread(lead.axis, (*dims, plain(result.shape[-1]))))
+
+
+def _head(reading: Reading, op: Op, ref: Ref, lead: Spread, heads: int) -> None:
+    """A query, key or value beside the one that leads: its heads lie over the same axis, or it is a single head."""
+    spread = reading.spread(ref)
+    if spread is None or spread.dim is None:
+        return
+    if spread.dim <= heads:
+        reading.keep(spread)
+        if spread.axis is None and lead.axis is not None:
+            reading.trouble(op, f"attention of whole heads and heads over {lead.axis}", [spread, lead])
+    elif ref.shape[heads] == 1 and spread is not lead:
+        reading.keep(spread, ref.shape[spread.dim] * spread.apart)
+    else:
+        reading.crossed(op, spread)
+
+
+def product(reading: Reading, op: Op, terms: list[Term], out: str) -> None:
+    """A sum of products: letters that `out` lacks are summed over."""
+    if len(terms) == 2:
+        for x, weight in (terms, terms[::-1]):
+            view = reading.view(weight.ref)
+            shared = set(x.letters) & set(weight.letters) - set(out)
+            if view is not None and reading.view(x.ref) is None and len(shared) == 1:
+                _weighted(reading, op, x, weight, view, shared.pop(), out)
+                return
+    result = op.results[0]
+    spreads = [(term, spread) for term in terms if (spread := reading.spread(term.ref)) is not None]
+    split = [(term, spread, term.letters[spread.dim]) for term, spread in spreads if spread.dim is not None]
+    axes_out = {spread.axis for _, spread, letter in split if letter in out}
+    for term, spread, letter in split:
+        if letter in out or spread.axis not in axes_out:
+            reading.keep(spread)
+        else:  # the key or value of a single head, which all heads share
+            reading.keep(spread, term.ref.shape[term.letters.index(letter)] * spread.apart)
+        if letter not in out and spread.axis not in axes_out:
+            reading.crossed(op, spread)
+    inside = [(term, spread, letter) for term, spread, letter in split if letter in out]
+    axes = {spread.axis for _, spread, _ in inside if spread.axis}
+    if len(axes) > 1:
+        reading.trouble(op, f"{op.name} joins features over x with features over y", [s for _, s, _ in inside])
+    if not inside:
+        return
+    # Where keys of fewer heads were repeated, the heads of the queries are the finer ones.
+    term, lead, letter = max(inside, key=lambda found: (found[1].axis is not None, -found[1].together))
+    for _, spread, where in inside:
+        if where != letter and spread.axis is not None and spread.axis == lead.axis:
+            reading.trouble(op, f"{op.name} joins features over {lead.axis} that lie in different dims", [lead, spread])
+        elif where == letter and spread.axis is None and lead.axis is not None:
+            reading.trouble(op, f"{op.name} joins whole features with features over {lead.axis}", [lead, spread])
+    at = out.index(letter)
+    marked = _marked(lead, term.letters.index(letter))
+    dims = tuple(marked if dim == at else plain(size) for dim, size in enumerate(result.shape))
+    reading.put(result, Spread(lead.axis, dims))
+
+
+def _weighted(reading: Reading, op: Op, x: Term, weight: Term, view: View, contracted: str, out: str) -> None:
+    """A product with a parameter: a linear, or one that works inside of each unit."""
+    spread, result = reading.spread(x.ref), op.results[0]
+    new = [letter for letter in weight.letters if letter in out and letter not in x.letters]
+    if len(new) != 1:
+        flow(reading, op)
+        return
+    at, dim = out.index(new[0]), x.letters.index(contracted)
+    if spread is not None and spread.axis and spread.dim != dim:
+        reading.keep(spread)
+        reading.found.raw.setdefault(view.name, Raw(spread.axis, False))
+        letter = x.letters[spread.dim or 0]
+        dims = [plain(size) for size in result.shape]
+        dims[out.index(letter)] = _marked(spread, spread.dim or 0)
+        reading.put(result, Spread(spread.axis, tuple(dims)))
+        return
+    contract = spread.axis if spread is not None else None
+    size = result.shape[at]
+    output = FLIP[contract] if contract or not reading.inside_block(op.where) else "y"
+    role = ROLES[contract]
+    if size == 1:
+        role, output = "reducing", None
+    if spread is not None:
+        reading.keep(spread)
+        if spread.split is not None and spread.split[1] > 0 and spread.axis:
+            reading.trouble(op, f"{view.name} contracts repeated features over {spread.axis}", [spread])
+    layout = _layout(view, weight.letters, contracted, new[0])
+    unit = spread.together if spread is not None and spread.axis else 1
+    reading.linear(op, x.ref, Linear(role, contract, output, layout, op.where, unit), view.name)
+    reading.put(result, fresh(output, result.shape, at, segment(view.name, size)))
+
+
+def _layout(view: View, letters: str, contracted: str, new: str) -> str:
+    names = {contracted: "in", new: "out"}
+    dims = {at: names[letter] for at, letter in zip(view.dims, letters, strict=True) if letter in names}
+    ordered = [dims.get(at, "expert") for at in sorted({0, *(at for at in dims if at is not None)})]
+    return ",".join(ordered)
+
+
+def _marked(spread: Spread, dim: int) -> tuple[Atom, ...]:
+    """A dim's atoms, of which only the one that is split is still marked: after a product no other matters."""
+    split = spread.split
+    return tuple(Atom(atom.size, atom.stride if (dim, at) == split else 0) for at, atom in enumerate(spread.dims[dim]))
+
+
+def _letters(count: int) -> str:
+    return "abcdefgh"[:count]
+
+
+HANDLERS = {
+    "linear": linear,
+    "addmm": addmm,
+    "matmul": matmul,
+    "__matmul__": matmul,
+    "__rmatmul__": matmul,
+    "mm": matmul,
+    "bmm": matmul,
+    "baddbmm": matmul,
+    "grouped_mm": grouped,
+    "_grouped_mm": grouped,
+    "grouped_mm_fallback": grouped,
+    "einsum": einsum,
+    "conv1d": convolution,
+    "conv2d": convolution,
+    "conv3d": convolution,
+    "scaled_dot_product_attention": attention,
+}

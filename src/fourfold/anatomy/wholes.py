@@ -1,0 +1,146 @@
+"""Which modules must run on whole features: found by trying, the cheapest first.
+
+Where a reading finds that something cannot be split (a router's softmax over experts, a table tied to a layer that
+lies the other way round), a module around it, or one that made what it reads, may run whole: its features are gathered,
+it is computed by every rank alike, and its output is cut again, or not. Every choice is a reading of the same
+transcript. What is alike in all blocks is treated alike.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from heapq import heappop, heappush
+from itertools import count
+from typing import NamedTuple
+
+from torch import nn
+
+from fourfold.anatomy import contractions, reductions, views
+from fourfold.anatomy.reading import Reading, Subject, flow
+from fourfold.anatomy.roles import BATCH_NORMS, Roles, Trouble
+from fourfold.anatomy.ties import own_names
+from fourfold.anatomy.transcript import Transcript
+
+HANDLERS = {"": flow, **views.HANDLERS, **reductions.HANDLERS, **contractions.HANDLERS}
+BARE: dict[type, tuple[str | None, ...]] = {
+    **dict.fromkeys((nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d), (None,)),
+    nn.Embedding: ("y",),
+}
+"""Layers that a grid splits, and how their output may lie all the same; otherwise something larger is taken if it
+helps."""
+
+TRIES = 200
+"""Readings after which the best so far is good enough."""
+
+Choice = tuple[tuple[str, str | None], ...]
+
+
+class _Read(NamedTuple):
+    roles: Roles
+    feeds: Mapping[str, set[str]]
+
+
+def find(model: nn.Module, transcript: Transcript, blocks: tuple[str, ...]) -> Roles:
+    """The roles of a model's layers; `troubles` holds what no module that runs whole would prevent."""
+    search = _Search(model, transcript, blocks)
+    first = search.best(bare=False)
+    if not first.troubles:
+        return first
+    second = search.best(bare=True)
+    return second if len(second.troubles) < len(first.troubles) else first
+
+
+class _Search:
+    def __init__(self, model: nn.Module, transcript: Transcript, blocks: tuple[str, ...]) -> None:
+        self.modules = dict(model.named_modules())
+        norms = {path for path, module in self.modules.items() if _is_norm(module)}
+        names = own_names(model)
+        sizes = {names[id(weight)]: tuple(weight.shape) for weight in model.parameters()}
+        self.subject = Subject(transcript, norms, blocks, sizes)
+        self.patterns: dict[str, list[str]] = {}
+        for path in self.modules:
+            self.patterns.setdefault(_pattern(path), []).append(path)
+        self.costs = {
+            path: 1 + sum(weight.numel() for weight in module.parameters()) for path, module in self.modules.items()
+        }
+
+    def best(self, *, bare: bool) -> Roles:
+        """Uniform-cost search; the cost of a choice is the number of weights that every rank then holds."""
+        order, tries = count(), 0
+        waiting: list[tuple[int, int, Choice, str]] = [(0, 0, (), "")]
+        best: tuple[int, int, Roles] | None = None
+        seen: set[Choice] = set()
+        while waiting and tries < TRIES:
+            cost, _, choice, against = heappop(waiting)
+            if choice in seen:
+                continue
+            seen.add(choice)
+            tries += 1
+            read = self._read(choice)
+            troubles = read.roles.troubles
+            if best is None or (len(troubles), cost) < best[:2]:
+                best = (len(troubles), cost, read.roles)
+            if not troubles:
+                break
+            if against in map(_kind, troubles):
+                continue  # the choice did not help
+            taken = {pattern for pattern, _ in choice}
+            for pattern, output in self._candidates(troubles[0], read, bare):
+                if pattern not in taken:
+                    more = tuple(sorted((*choice, (pattern, output)), key=str))
+                    price = cost + self.costs[self.patterns[pattern][0]]
+                    heappush(waiting, (price, next(order), more, _kind(troubles[0])))
+        assert best is not None
+        return best[2]
+
+    def _read(self, choice: Choice) -> _Read:
+        whole = {path: output for pattern, output in choice for path in self.patterns[pattern]}
+        reading = Reading(self.subject, whole, HANDLERS)
+        return _Read(reading.run(), reading.feeds)
+
+    def _candidates(self, trouble: Trouble, read: _Read, bare: bool) -> Iterator[tuple[str, str | None]]:
+        paths = {path for path in self._involved(trouble, read) if self._may_be_whole(path)}
+        for pattern in dict.fromkeys(_pattern(path) for path in sorted(paths)):
+            module = self.modules[self.patterns[pattern][0]]
+            few = next((outputs for layer, outputs in BARE.items() if isinstance(module, layer)), None)
+            for output in (None, "x", "y") if bare or few is None else few:
+                yield pattern, output
+
+    def _involved(self, trouble: Trouble, read: _Read) -> Iterator[str]:
+        """The module of the trouble, those that made what it reads, and all around them."""
+        weights, waiting = set(trouble.suspects), list(trouble.suspects)
+        while waiting:
+            more = read.feeds.get(waiting.pop(), set()) - weights
+            weights |= more
+            waiting.extend(more)
+        starts = {trouble.where}
+        for weight in weights:
+            linear = read.roles.linears.get(weight)
+            starts.add(linear.module if linear else weight.rpartition(".")[0])
+        for start in starts:
+            parts = start.split(".")
+            yield from (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+
+    def _may_be_whole(self, path: str) -> bool:
+        if not path or path not in self.modules or path in self.subject.norms:
+            return False
+        if isinstance(self.modules[path], (nn.ModuleList, nn.ModuleDict)):
+            return False
+        return not any(block == path or block.startswith(f"{path}.") for block in self.subject.blocks)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    if isinstance(module, BATCH_NORMS) or any(True for _ in module.children()):
+        return False
+    return "norm" in type(module).__name__.lower()
+
+
+def _pattern(path: str) -> str:
+    """The same for all blocks, and for all experts."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
+
+
+def _kind(trouble: Trouble) -> str:
+    """What is wrong, whichever block and axis it is in."""
+    return re.sub(r"\b(x|y|None)\b", "?", _pattern(trouble.where) + trouble.line.partition(":")[2])
