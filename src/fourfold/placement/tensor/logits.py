@@ -12,7 +12,8 @@ torch that gets one passes through the mode, properties such as `.shape` too, an
 - everything else gets the whole tensor, gathered at its first such use, once a tensor.
 
 So any loss is exact, and the usual ones are cheap. All ranks of the axis must run the same functions in the same order,
-as ranks that hold the same rows do: a loss that prints logits on one rank alone waits for the others.
+as ranks that hold the same rows do: a loss that prints logits on one rank alone waits for the others. The mode is gone
+when backward runs, so a loss must not recompute its own use of logits there (`torch.utils.checkpoint`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fourfold.placement.tensor.vocabulary import VocabularyError, vocabulary_cross_entropy, vocabulary_logsumexp
-from fourfold.torch_private import leaves, map_leaves, storage_key
+from fourfold.torch_private import map_leaves, storage_key
 from fourfold.wire import Axis, ops
 
 
@@ -93,7 +94,11 @@ class SplitLogits(TorchFunctionMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing is seen inside: for the model's own forward, to which its tensors are what they are."""
+        """Nothing is seen inside: for the model's own forward, to which its tensors are what they are.
+
+        Even so every function of torch takes a way around by Python; a mode that is entered when the model has returned
+        costs its forward nothing.
+        """
         self._paused += 1
         try:
             yield
@@ -117,7 +122,7 @@ class SplitLogits(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._paused or not self._marks:
             return func(*args, **kwargs)
-        marked = [value for value in leaves((args, kwargs)) if isinstance(value, Tensor) and value in self._marks]
+        marked = [tensor for tensor in _tensors((args, kwargs)) if tensor in self._marks]
         if not marked:
             return func(*args, **kwargs)
         mark, follow = self._marks[marked[0]], _FOLLOWED.get(func)
@@ -156,6 +161,17 @@ class SplitLogits(TorchFunctionMode):
         if isinstance(result, Tensor) and result not in self._marks:
             self._marks[result] = Mark(mark.axis, mark.sizes, mark.dim if dim is None else dim, mark.log)
         return result
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in a function's arguments, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from _tensors(one)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
 
 
 # ---- functions that are followed: (mode, mark of the first argument, function, its arguments) → result, or
