@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from fourfold import wire
 from fourfold.placement.tensor.logits import SplitLogits
 from fourfold.placement.tensor.vocabulary import VocabularyError, sent
+from fourfold.randomness import Position, at, inside
 from fourfold.wire import formulas
 from fourfold.wire.dry import Dry
 
@@ -119,6 +120,26 @@ def test_shifted_by_one_token():
 
     each = cheap(ROWS * (TIME - 1))
     assert compare(loss) == both(each, each)
+
+
+def test_the_loss_of_transformers():
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return ForCausalLMLoss(logits, targets, vocab_size=VOCABULARY)
+
+    logits, targets = drawn()
+    expected = loss(logits, targets)
+
+    def rank(axis: wire.Axis) -> tuple[Tensor, int]:
+        part, mode = logits.split(SIZES, -1)[axis.index], SplitLogits()
+        mode.mark(part, axis, SIZES)
+        with mode:
+            return loss(part, targets), axis.ledger.sent()
+
+    for index, (found, nbytes) in enumerate(on(rank)):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)  # it computes in float32
+        assert nbytes == sent(TOKENS, len(SIZES), index, torch.float32)
 
 
 def test_smoothing_and_parts_of_the_time():
@@ -271,6 +292,32 @@ def test_a_copy_is_no_view():
 
 
 # ---------------------------------------------------------------- the mode itself
+
+
+def test_dropout_in_a_loss_still_draws_from_the_streams():
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return flat(F.dropout(logits, 0.3), targets)
+
+    logits, targets = drawn()
+    with at(Position(1, 0, 0, ROWS)), inside(nn.Module(), ""):
+        expected = loss(logits, targets)
+
+    def rank(axis: wire.Axis) -> Tensor:
+        part, mode = logits.split(SIZES, -1)[axis.index], SplitLogits()
+        mode.mark(part, axis, SIZES)
+        with at(Position(1, 0, 0, ROWS)), inside(nn.Module(), ""), mode:
+            return loss(part, targets)
+
+    assert all(close(found, expected) for found in on(rank))
+
+
+def test_a_gradient_of_the_parts_that_a_loss_asks_for_itself_is_refused_by_torch():
+    mode, logits = SplitLogits(), torch.randn(6, 4, requires_grad=True) * 1
+    mode.mark(logits, Dry("y", 2, 0))
+    with mode:
+        loss = F.cross_entropy(logits, torch.zeros(6, dtype=torch.int64))
+        with pytest.raises(RuntimeError, match="not have been used in the graph"):
+            torch.autograd.grad(loss, logits)
 
 
 def test_an_axis_of_one_rank_and_a_paused_mode_see_nothing():
