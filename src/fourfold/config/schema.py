@@ -31,6 +31,7 @@ from fourfold.config.values import (
     Positive,
     Seed,
     Settings,
+    Several,
     Share,
     Text,
     Whole,
@@ -166,11 +167,24 @@ class TokenFiles(Rows):
     """How many token ids there are: every id in the files is smaller."""
 
 
-class Loss(Section):
-    """What is minimised."""
+class CrossEntropy(Section):
+    """Cross-entropy of the next token, summed over tokens and divided once by how many there were."""
 
     name: Literal["cross_entropy"] = "cross_entropy"
-    """cross_entropy: of the next token, summed over tokens and divided once by how many there were."""
+    """What is minimised: cross_entropy of the next token, or goldfish (the same, of all but one in k tokens)."""
+
+
+class Goldfish(Section):
+    """Cross-entropy of all but one in k tokens, always the same ones: against learning passages by heart."""
+
+    name: Literal["goldfish"] = "goldfish"
+    """What is minimised: cross_entropy of the next token, or goldfish (the same, of all but one in k tokens)."""
+    k: Several = 4
+    """One in k tokens is never learnt."""
+    context: Count = 13
+    """How many tokens before a token decide whether it is learnt (not read by mask: static)."""
+    mask: Literal["hashed", "static"] = "hashed"
+    """hashed: by the tokens before it, so the same ones wherever a passage comes again; static: every k-th of a row."""
 
 
 class Descent(Section):
@@ -279,6 +293,9 @@ Data = Annotated[
     Annotated[Stdlib, Tag("stdlib")] | Annotated[TextFiles, Tag("text")] | Annotated[TokenFiles, Tag("tokens")],
     kind("stdlib"),
 ]
+Loss = Annotated[
+    Annotated[CrossEntropy, Tag("cross_entropy")] | Annotated[Goldfish, Tag("goldfish")], kind("cross_entropy")
+]
 Optimizer = Annotated[Annotated[AdamW, Tag("adamw")] | Annotated[Sgd, Tag("sgd")], kind("adamw")]
 
 
@@ -291,7 +308,7 @@ class Config(Section):
     """What is trained."""
     data: Data = Stdlib()
     """What it is trained on."""
-    loss: Loss = Loss()
+    loss: Loss = CrossEntropy()
     """What is minimised."""
     optimizer: Optimizer = AdamW()
     """How the weights move."""

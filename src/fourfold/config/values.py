@@ -19,6 +19,7 @@ class Words:
 
 Count = Annotated[int, Field(ge=1, le=2**62), Words("a whole number of at least 1")]
 Whole = Annotated[int, Field(ge=0, le=2**62), Words("a whole number of at least 0")]
+Several = Annotated[int, Field(ge=2, le=2**62), Words("a whole number of at least 2")]
 Seed = Annotated[int, Field(ge=0, lt=2**63), Words("a whole number of at least 0, below 2**63")]
 Ids = Annotated[int, Field(ge=2, le=1 << 31), Words("a whole number from 2 to 2147483648")]
 Merges = Annotated[int, Field(ge=257, le=1 << 20), Words("a whole number from 257 to 1048576")]

@@ -18,12 +18,13 @@ from fourfold.config.schema import Corpus, Gpt, HfCausalLm, Sgd
 from fourfold.models import gpt
 from fourfold.placement.arena import Fill
 from fourfold.planner.subject import Subject
-from fourfold.training.losses import cross_entropy
+from fourfold.training.losses import Goldfish, cross_entropy
 from fourfold.training.optimizer import OptimizerOptions
+from fourfold.training.step import Loss
 from fourfold.training.values import Drawn
 
-LOSSES = {"cross_entropy": cross_entropy}
-"""What `loss.name` may say."""
+LOSSES: dict[str, Callable[..., Loss]] = {"cross_entropy": lambda: cross_entropy, "goldfish": Goldfish}
+"""What `loss.name` may say: each makes the loss from its section's other settings."""
 
 
 class SubjectError(ValueError):
@@ -108,6 +109,11 @@ def options(config: Config) -> OptimizerOptions:
     return replace(options, betas=chosen.betas, eps=chosen.eps)
 
 
+def loss(config: Config) -> Loss:
+    """What is minimised: `loss(model, batch) -> (sum, count)`."""
+    return LOSSES[config.loss.name](**config.loss.model_dump(exclude={"name"}))
+
+
 def example(config: Config, rows: int = 1) -> dict[str, Tensor]:
     """A batch like those to come: shapes and types, no values that matter."""
     return {"tokens": torch.zeros(rows, config.data.sequence + 1, dtype=torch.int64)}
@@ -118,7 +124,7 @@ def subject(config: Config) -> Subject:
     momentum = isinstance(config.optimizer, Sgd) and config.optimizer.momentum > 0
     return Subject(
         build=builder(config),
-        loss=LOSSES[config.loss.name],
+        loss=loss(config),
         batch=example(config, rows=2),
         rows=config.train.batch,
         optimizer="sgd-momentum" if momentum else config.optimizer.name,

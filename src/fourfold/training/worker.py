@@ -112,7 +112,7 @@ class Rank:
 def _place(config: Config, plan: Plan, model: nn.Module, weights: Fill, world: World) -> Run:
     return parallelize(
         model,
-        subject.LOSSES[config.loss.name],
+        subject.loss(config),
         subject.options(config),
         plan,
         world=world,
@@ -127,7 +127,7 @@ def _throughput(config: Config, plan: Plan, model: nn.Module, world: World) -> t
     peak = gemm_peak(plan.placement.precision, world.device)
     note = None
     try:
-        flops = flops_of(model, subject.LOSSES[config.loss.name], subject.example(config)) * config.train.batch
+        flops = flops_of(model, subject.loss(config), subject.example(config)) * config.train.batch
     except Exception as error:  # some models cannot be run without values; a gauge must not end training
         flops = estimated_flops(model, config.train.batch * config.data.sequence)
         note = f"MFU by 6 FLOPs a parameter and token: they cannot be counted here ({type(error).__name__})"

@@ -59,7 +59,7 @@ def case_of(config: Config, plan: Plan, steps: int) -> Case:
     return Case(
         model=partial(parallel_model, config),
         plain=partial(plain_model, config),
-        loss=subject.LOSSES[config.loss.name],
+        loss=subject.loss(config),
         options=subject.options(config),
         plan=plan,
         batch=data.source.batch,

@@ -24,10 +24,14 @@ def cross_entropy(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, T
     Returns:
         (sum, count), both scalars. The step divides once, by the global count.
     """
-    tokens, targets = batch["tokens"], batch.get("targets")
-    if targets is None:
-        tokens, targets = tokens[:, :-1], tokens[:, 1:]
+    tokens, targets = shifted(batch)
     return summed(logits_of(model, tokens), targets)
+
+
+def shifted(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """What the model reads and what comes next, both [rows, T], of a batch with or without `targets`."""
+    tokens, targets = batch["tokens"], batch.get("targets")
+    return (tokens[:, :-1], tokens[:, 1:]) if targets is None else (tokens, targets)
 
 
 def summed(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
