@@ -1,4 +1,4 @@
-"""Bandwidth of concurrent rings: the published rule, the count of shared links, and messages one by one as the oracle."""
+"""Bandwidth of concurrent rings: the published rule, the count of shared links, and messages one by one, the oracle."""
 
 import dataclasses
 

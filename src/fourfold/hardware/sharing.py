@@ -1,9 +1,10 @@
 """What bandwidth a ring gets when the groups of an axis talk at the same moment. Bytes/s, one direction, effective.
 
 All groups of a mesh axis run the same collective at once, and those that cross nodes share the nodes' ports. Two models
-answer by how much: `Published` is the rule of AxoNN's authors (Singh et al. 2023, arXiv 2305.13525; as Plexus codes it,
-and as the figures in Megatron-AxoNN's examples/comm_model.py follow it: 80, 40, 20 GB/s); `Counted` counts the ring edges that leave the busiest node. They agree where the axes
-fill nodes evenly; where a group straddles nodes (3 ranks an axis, 4 devices a node) only the count knows.
+answer by how much. `Published` is the rule of AxoNN's authors (Singh et al. 2023, arXiv 2305.13525; as Plexus codes it,
+and as the figures in Megatron-AxoNN's examples/comm_model.py follow it: 80, 40, 20 GB/s). `Counted` counts the ring
+edges that leave the busiest node. They agree where the axes fill nodes evenly; where a group straddles nodes (3 ranks
+an axis, 4 devices a node) only the count knows.
 
 Ranks fill node after node, x fastest, then y, z, data.
 """
