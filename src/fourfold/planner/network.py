@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
-from typing import NamedTuple
 
 from fourfold.wire.formulas import shares
 
 
-class Band(NamedTuple):
+@dataclass(frozen=True)
+class Band:
     """Features that are dealt together: `count` units of `width` each (heads of a head's width; else width 1).
 
     Units are dealt as evenly as can be. Where there are fewer than ranks, each is held by several (key-value heads).

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
@@ -80,7 +80,8 @@ class Job:
     overlap: bool = True
 
 
-class Toll(NamedTuple):
+@dataclass(frozen=True)
+class Toll:
     """One collective, and how often a step has it.
 
     Attributes:
@@ -194,9 +195,8 @@ class Tolls:
             yield self._toll(where, "step", "data", "all_reduce", "gradient", layout.size, job.gradient, count)
         copies = self._copied()
         if copies:
-            yield self._toll("copies", "step", "y", "all_reduce", "gradient", copies, job.gradient, 1)._replace(
-                size=self.grid.y // self.network.kv_heads, index=0
-            )
+            toll = self._toll("copies", "step", "y", "all_reduce", "gradient", copies, job.gradient, 1)
+            yield replace(toll, size=self.grid.y // self.network.kv_heads, index=0)
 
     def _copied(self) -> int:
         """Gradient elements of a rank's shard whose heads other ranks of y hold as well: summed once a step."""
@@ -243,7 +243,7 @@ class Tolls:
         first = self._once(where, axis, elements, itemsize, times)
         yield first
         if self.job.recompute == "full":
-            yield first._replace(when="again")
+            yield replace(first, when="again")
 
     def _once(self, where: str, axis: str, elements: int, itemsize: int, times: int) -> Toll:
         return self._toll(where, "forward", axis, "all_reduce", "activation", elements, itemsize, times)
