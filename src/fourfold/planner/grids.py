@@ -19,7 +19,7 @@ from fourfold.planner.clock import BEST, LIKELY, WORST, Timing
 from fourfold.planner.held import held
 from fourfold.planner.network import Band, Linear, Network
 from fourfold.planner.pace import Pace
-from fourfold.planner.tolls import AXES, Grid, Job, Tolls
+from fourfold.planner.tolls import AXES, Factors, Job, Tolls
 
 
 class GridError(ValueError):
@@ -40,7 +40,7 @@ class Ranked:
         bound: why the grid cannot run; empty if it can.
     """
 
-    grid: Grid
+    grid: Factors
     job: Job
     sent: dict[str, int]
     busy: dict[str, float]
@@ -79,28 +79,24 @@ class Ranked:
         return f"{_seconds(grew[worst])} more in {worst}"
 
 
-def grids(world: int) -> Iterator[Grid]:
+def grids(world: int) -> Iterator[Factors]:
     """Every (x, y, z, data) whose product is the world size."""
     for x in _divisors(world):
         for y in _divisors(world // x):
             for z in _divisors(world // (x * y)):
-                yield Grid(x, y, z, world // (x * y * z))
+                yield Factors(x, y, z, world // (x * y * z))
 
 
-def obstacle(network: Network, grid: Grid, job: Job) -> str:
+def obstacle(network: Network, grid: Factors, job: Job) -> str:
     """Why this network cannot be laid on this grid, in words; empty if it can."""
-    if network.heads and (network.heads % grid.y):
-        return f"heads: {network.heads} attention heads do not divide over y = {grid.y}"
-    if network.kv_heads and network.kv_heads % grid.y and grid.y % network.kv_heads:
-        return (
-            f"heads: {network.kv_heads} key-value heads neither divide over y = {grid.y} nor can each be held by "
-            "equally many ranks"
-        )
     sizes = dict(zip(AXES, grid, strict=True))
     for linear in (*network.linears, *((network.vocabulary_linear,) if network.vocabulary else ())):
         for axis, bands in ((linear.contract, (linear.inputs,)), (linear.across, linear.outputs)):
             if reason := _too_narrow(linear, axis, bands, sizes[axis]):
                 return reason
+    if 0 < network.kv_heads < grid.y and grid.y % network.kv_heads:
+        heads = network.kv_heads
+        return f"heads: {heads} key-value heads over y = {grid.y}: expected at most {heads} ranks, or a multiple"
     needed = grid.z * grid.data * job.microbatches
     if job.rows < needed:
         return (
@@ -110,25 +106,27 @@ def obstacle(network: Network, grid: Grid, job: Job) -> str:
     return ""
 
 
-def _too_narrow(linear: Linear, axis: str, bands: Iterable[Band], size: int) -> str:
-    for band in bands:
-        if band.width == 1 and band.count < size:
-            return f"{linear.name}: {band.count} features cannot be cut over {axis} = {size}"
-    return ""
+def _too_narrow(linear: Linear, axis: str, bands: Sequence[Band], size: int) -> str:
+    """Why these features leave some rank with nothing; key-value heads may be fewer, then ranks hold copies."""
+    most = max(band.parts for band in bands)
+    if most >= size:
+        return ""
+    what = "heads" if any(band.width > 1 for band in bands) else "features"
+    return f"{linear.name}: {most} {what} cannot be cut over {axis} = {size}"
 
 
-def nearest(network: Network, grid: Grid, job: Job, count: int = 3) -> list[Grid]:
+def nearest(network: Network, grid: Factors, job: Job, count: int = 3) -> list[Factors]:
     """Grids of the same world size on which the network can be laid, those most alike first, above all in how they cut
     the batch."""
 
-    def distance(other: Grid) -> tuple[float, float]:
+    def distance(other: Factors) -> tuple[float, float]:
         moved = sum(abs(log(mine / its)) for mine, its in zip(other, grid, strict=True))
         return round(moved, 9), abs(log(other.z * other.data / (grid.z * grid.data)))
 
     return sorted((other for other in grids(grid.world) if not obstacle(network, other, job)), key=distance)[:count]
 
 
-def check(network: Network, grid: Grid, job: Job) -> None:
+def check(network: Network, grid: Factors, job: Job) -> None:
     """Refuse a grid on which the network cannot be laid.
 
     Raises:
@@ -140,7 +138,7 @@ def check(network: Network, grid: Grid, job: Job) -> None:
         raise GridError(f"plan.placement: {grid}: {reason}; {f'try {near}' if near else 'no grid of this size fits'}")
 
 
-def weigh(network: Network, cluster: Cluster, grid: Grid, job: Job, sharing: Sharing | None = None) -> Ranked:
+def weigh(network: Network, cluster: Cluster, grid: Factors, job: Job, sharing: Sharing | None = None) -> Ranked:
     """One grid's forecast.
 
     Raises:
@@ -163,7 +161,7 @@ def rank_grids(
     *,
     jobs: Job | Sequence[Job],
     sharing: Sharing | None = None,
-    among: Iterable[Grid] | None = None,
+    among: Iterable[Factors] | None = None,
 ) -> list[Ranked]:
     """Every grid of `world` ranks, each with the job that suits it best: those that fit, the fastest first; then the
     others, those nearest to fitting first, with their reasons.
@@ -182,7 +180,7 @@ def rank_grids(
     return sorted(found, key=_place)
 
 
-def _place(one: Ranked) -> tuple[int, float, int, Grid]:
+def _place(one: Ranked) -> tuple[int, float, int, Factors]:
     if one.fits:
         return 0, one.seconds, one.bytes, one.grid
     if one.bound.startswith("memory"):

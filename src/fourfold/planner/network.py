@@ -12,20 +12,35 @@ from fourfold.wire.formulas import shares
 class Band:
     """Features that are dealt together: `count` units of `width` each (heads of a head's width; else width 1).
 
-    Units are dealt as evenly as can be. Where there are fewer than ranks, each is held by several (key-value heads).
+    Units are dealt as evenly as can be. Where there are fewer than ranks, neighbours hold the same one (a key-value
+    head), or deal its parts among themselves (the query heads that share a key-value head).
+
+    Attributes:
+        within: equal parts of a unit.
     """
 
     count: int
     width: int = 1
+    within: int = 1
 
     @property
     def features(self) -> int:
         """All of them."""
         return self.count * self.width
 
+    @property
+    def parts(self) -> int:
+        """The most ranks of which each gets its own."""
+        return self.count * self.within
+
     def local(self, size: int, index: int = 0) -> int:
         """Features that rank `index` of `size` holds."""
-        return self.width * (1 if self.count < size else shares(self.count, size)[index])
+        if size <= self.count:
+            return self.width * shares(self.count, size)[index]
+        if self.within == 1:
+            return self.width
+        neighbours = size // self.count
+        return self.width // self.within * shares(self.within, neighbours)[index % neighbours]
 
 
 @dataclass(frozen=True)
@@ -144,7 +159,8 @@ class Network:
     ) -> Network:
         """RMSNorm, grouped queries, gated MLP (gate and up are siblings), no biases, no dropout, a head of its own."""
         width = hidden // heads
-        query, key, wide = Band(heads, width), Band(kv_heads, width), Band(intermediate)
+        shared = heads // kv_heads
+        query, key, wide = Band(kv_heads, shared * width, shared), Band(kv_heads, width), Band(intermediate)
         linears = (
             Linear("q|k|v", Band(hidden), (query, key, key), bias=False, kept=(query, key, key)),
             Linear("o", query, (Band(hidden),), transposed=True, bias=False),

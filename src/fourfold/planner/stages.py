@@ -15,7 +15,7 @@ from fourfold.planner.grids import obstacle, too_much
 from fourfold.planner.held import held
 from fourfold.planner.network import Network
 from fourfold.planner.pace import Pace
-from fourfold.planner.tolls import Grid, Job, Tolls
+from fourfold.planner.tolls import Factors, Job, Tolls
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Staged:
         bound: why it cannot run; empty if it can.
     """
 
-    grid: Grid
+    grid: Factors
     stages: int
     job: Job
     seconds: float
@@ -48,7 +48,7 @@ class Staged:
 
 
 def weigh_stages(
-    network: Network, cluster: Cluster, grid: Grid, stages: int, job: Job, sharing: Sharing | None = None
+    network: Network, cluster: Cluster, grid: Factors, stages: int, job: Job, sharing: Sharing | None = None
 ) -> Staged:
     """One pipeline's forecast.
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fourfold.placement.layout import Layout
 from fourfold.placement.rows import share
@@ -24,12 +24,12 @@ from fourfold.planner.network import Linear, Network
 from fourfold.wire import formulas
 
 AXES: tuple[str, ...] = ("x", "y", "z", "data")
-LOSS_VALUES = 3
-"""What a token's loss takes over a split vocabulary: the largest logit, the sum of exponentials, the label's logit."""
+LOSS_VALUES = 2
+"""What a token's loss takes over a split vocabulary: log-sum-exp of a rank's part, and the label's logit."""
 
 
-class Grid(NamedTuple):
-    """Sizes of the axes, fastest first."""
+class Factors(NamedTuple):
+    """Sizes of the axes x, y, z and data, fastest first; or a rank's place on them."""
 
     x: int = 1
     y: int = 1
@@ -44,6 +44,10 @@ class Grid(NamedTuple):
     def stride(self, axis: str) -> int:
         """Ranks between neighbours on an axis."""
         return prod(self[: AXES.index(axis)])
+
+    def settings(self) -> dict[str, Any]:
+        """What a plan says under `placement`."""
+        return {"tensor": {"algorithm": "4d", "x": self.x, "y": self.y, "z": self.z}, "data": self.data}
 
     def __str__(self) -> str:
         return f"x {self.x} y {self.y} z {self.z} data {self.data}"
@@ -124,9 +128,9 @@ class Tolls:
         at: coordinates of the rank.
     """
 
-    def __init__(self, network: Network, grid: Grid, job: Job, at: Grid | None = None):
+    def __init__(self, network: Network, grid: Factors, job: Job, at: Factors | None = None):
         self.network, self.grid, self.job = network, grid, job
-        self.at = at or Grid(0, 0, 0, 0)
+        self.at = at or Factors(0, 0, 0, 0)
         self.sizes = dict(zip(AXES, grid, strict=True))
         self.places = dict(zip(AXES, self.at, strict=True))
 
@@ -205,7 +209,7 @@ class Tolls:
         found = 0
         for linear in self.network.linears:
             inputs, _ = linear.local(self.sizes, self.places)
-            copied = sum(band.width for band in linear.outputs if band.count < self.grid.y)
+            copied = sum(band.width for band in linear.outputs if band.parts < self.grid.y)
             found += copied * (inputs + linear.bias) // self.grid.z
         return found * self.network.blocks
 
@@ -225,7 +229,7 @@ class Tolls:
         """Embedding, last norm, head and loss."""
         network, job = self.network, self.job
         columns = network.vocabulary_linear.local(self.sizes, self.places)[0]
-        yield self._once("embedding", "y", tokens * columns, job.itemsize, times)
+        yield replace(self._once("embedding", "y", tokens * columns, job.itemsize, times), kind="embedding")
         if network.norms:
             yield self._once("norms", "x", network.statistics * tokens, job.statistic, times)
             yield self._back("norms", "x", network.statistics * tokens, job.statistic, times)
