@@ -184,8 +184,7 @@ def test_the_meter_says_the_same_of_every_rank(sizes):
         for linear in (up, down):
             inputs, outputs = linear.local(tolls.sizes, at)
             weight = torch.ones(outputs, inputs, dtype=torch.float64, requires_grad=True)
-            across = {"contract": mesh[linear.contract], "output": mesh[linear.across]}
-            (x,) = product(x, [weight], [None], **across)
+            (x,) = product(x, [weight], [None], contract=mesh[linear.contract], output=mesh[linear.across])
         x.sum().backward()
         metered = {axis: mesh.ledger.sent(axis=axis) for axis in ("x", "y")}
         assert metered == {axis: sent for axis, sent in tolls.sent().items() if axis in ("x", "y")}
