@@ -39,6 +39,15 @@ def test_text_shows_prediction_measurement_and_control():
     assert "x doubles" in text and "control: nothing doubles" in text and "holds; the control fails" in text
 
 
+def test_what_cannot_be_run_here_stands_beside_and_is_not_judged():
+    result = claim({"x": 2.0}, {"x": 1.0}, beside=lambda: {"faster, %": (26.0, 22.125)})
+    assert result.ok
+    [line] = [line for line in result.text().splitlines() if "faster" in line]
+    assert line.split() == ["faster,", "%", "26", "22.1"]
+    assert result.to_dict()["beside"] == {"faster, %": {"published": 26.0, "model": 22.125}}
+    assert "not judged" not in claim({"x": 2.0}, {"x": 1.0}).text()
+
+
 def test_names_are_files_and_unknown_ones_are_refused():
     assert {"data_parallel", "selective_recompute", "zero"} <= set(recipes.names())
     assert not any(name.startswith("_") for name in recipes.names())

@@ -28,7 +28,19 @@ def test_ports_of_a_node():
     assert Cluster.parse("2 nodes of 8x mi250x_gcd over 4x port_200gb").node_bandwidth == 4 * 25e9
 
 
-@pytest.mark.parametrize("words", ["8x rtx4090", "4 nodes of 8x h100_sxm over 2x port_100gb"])
+def test_machines_by_name():
+    perlmutter = Cluster.parse("256 nodes of perlmutter")
+    assert (perlmutter.world, perlmutter.devices_per_node, perlmutter.node_bandwidth) == (1024, 4, 100e9)
+    # without a switch each pair of the four has 100 GB/s: a group of two gets one wire of three
+    assert [perlmutter.intra.among(devices) for devices in (2, 3, 4)] == [100e9, 200e9, 300e9]
+    frontier = Cluster.parse("frontier")
+    assert (frontier.world, frontier.node_bandwidth, frontier.device.name) == (8, 100e9, "mi250x_gcd")
+    alps = Cluster.parse("1536 nodes of alps")
+    assert alps.world == 6144 and [alps.intra.among(devices) for devices in (2, 4)] == [150e9, 450e9]
+    assert Cluster.parse("8x a100_sxm_80gb").intra.among(2) == 300e9  # a switch
+
+
+@pytest.mark.parametrize("words", ["8x rtx4090", "4 nodes of 8x h100_sxm over 2x port_100gb", "2 nodes of alps"])
 def test_round_trip(words, tmp_path):
     cluster = Cluster.parse(words)
     assert Cluster.from_dict(json.loads(json.dumps(cluster.to_dict()))) == cluster

@@ -6,12 +6,16 @@ sold apart is not a link that every card has.
 
 Sources, as named below: "llm-analysis" is cli99/llm-analysis d841e40, its GPU files; "device_info" is PyTorch 2.13's
 torch/utils/_device_info tables; "comm_analysis" is torch/_inductor/comm_analysis.py of 2.13, which mirrors NCCL's
-tuner; "sheet" is the vendor's public data sheet.
+tuner; "sheet" is the vendor's public data sheet; "NERSC", "OLCF" and "CSCS" are those centres' public pages on
+Perlmutter, Frontier and Alps; "comm_model" is examples/comm_model.py of axonn-ai/Megatron-AxoNN 8a4ae241.
 """
 
 from __future__ import annotations
 
-from fourfold.hardware.cluster import GIB, Device, Link
+import dataclasses
+
+from fourfold.hardware.cluster import GIB, Cluster, Device, Link
+from fourfold.hardware.sharing import Published
 
 TF = 1e12
 GB = 1e9
@@ -25,6 +29,8 @@ _LINKS = (
     Link("nvlink2", _NVLINK_HOP, 150 * GB),  # V100: 6 links x 25 GB/s per direction, sheet
     Link("nvlink3", _NVLINK_HOP, 300 * GB),  # A100: 12 x 25, sheet (printed as 600 for both directions)
     Link("nvlink4", _NVLINK_HOP, 450 * GB),  # H100, H200: 18 x 25, sheet (printed as 900 for both directions)
+    Link("nvlink3_mesh", _NVLINK_HOP, 300 * GB, wires=3),  # four A100 without a switch: 4 links of 25 to each of three
+    Link("nvlink4_mesh", _NVLINK_HOP, 450 * GB, wires=3),  # four GH200 without a switch: 6 links of 25 to each of three
     Link("nvlink5", _NVLINK_HOP, 900 * GB),  # B200: 18 x 50, sheet (printed as 1800 for both directions)
     Link("pcie3", _PCIE_HOP, 15.75 * GB),  # x16: 8 GT/s x 16 lanes x 128/130 / 8
     Link("pcie4", _PCIE_HOP, 31.5 * GB),  # x16: 16 GT/s
@@ -93,6 +99,8 @@ _DEVICES = (
         fp64=34,
     ),
     _gpu("h100_pcie", 80, 2000, 756, 51, "pcie5", None, "llm-analysis; sheet", fp64=26),
+    # the H100 of a GH200 module with 96 GB, as in Alps
+    _gpu("gh200_96gb", 96, 4000, 989, 67, "nvlink4", "port_200gb", "sheet", fp64=34, recalled=("memory_bandwidth",)),
     _gpu("h200_sxm", 141 * _SOLD_IN_GB, 4800, 989, 67, "nvlink4", "port_400gb", "vendor's public page", fp64=34),
     _gpu("b200", 180 * _SOLD_IN_GB, 8000, 2250, 75, "nvlink5", "port_400gb", "vendor's public page", fp64=37),
     _gpu("a10", 24, 600, 125, 31.2, "pcie4", None, "llm-analysis, its 28 GB corrected to the sheet's 24"),
@@ -143,3 +151,34 @@ _DEVICES = (
     _gpu("gaudi3", 128, 3670, 1835, 14.3, "gaudi3_ports", None, "Intel's public page (dense)"),
 )
 DEVICES: dict[str, Device] = {device.name: device for device in _DEVICES}
+
+
+def _machine(devices: int, device: str, intra: str, ports: int, port: str) -> Cluster:
+    """One node of a machine."""
+    inter = dataclasses.replace(LINKS[port], shared_by=devices / ports)
+    return Cluster(1, devices, DEVICES[device], LINKS[intra], inter)
+
+
+MACHINES: dict[str, Cluster] = {
+    "perlmutter": _machine(4, "a100_sxm_40gb", "nvlink3_mesh", 4, "port_200gb"),  # 1536 such nodes, NERSC
+    "perlmutter_80gb": _machine(4, "a100_sxm_80gb", "nvlink3_mesh", 4, "port_200gb"),  # 256 such nodes, NERSC
+    "frontier": _machine(8, "mi250x_gcd", "infinity_gcd", 4, "port_200gb"),  # 4 cards of two dies, 4 NICs, OLCF
+    "alps": _machine(4, "gh200_96gb", "nvlink4_mesh", 4, "port_200gb"),  # 2688 such nodes, a NIC a module, CSCS
+}
+"""Nodes of machines by name. A Slingshot 11 NIC carries 200 Gb/s."""
+
+PUBLISHED: dict[str, Published] = {
+    "perlmutter": Published({(1, 2): 76 * GB, (1, 4): 225 * GB, (2, 2): 76 * GB}, 80 * GB),
+    "frontier": Published(
+        {
+            (1, 2): 129 * GB,
+            (1, 4): 52 * GB,
+            (1, 8): 135 * GB,
+            (2, 2): 50 * GB,
+            (2, 4): 72 * GB,
+            (4, 2): 36 * GB,
+        },
+        40 * GB,  # its note on what was measured: 34 (everything inside one rank), 20.6, 10.2 as inner groups double
+    ),
+}
+"""What AxoNN's authors measured of all-reduces on these machines, comm_model: bytes/s of a ring."""

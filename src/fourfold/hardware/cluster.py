@@ -5,9 +5,11 @@ A cluster is written as words, as a mapping, or in a file that holds such a mapp
     8x rtx4090
     4 nodes of 8x h100_sxm
     4 nodes of 8x h100_sxm over 4x port_200gb
+    256 nodes of perlmutter
 
 `over K x LINK` gives every node K ports of that kind; without it a node has the ports that its device is normally
-sold with (one for each device, or one 100 Gb port for the whole node where the catalogue knows no better).
+sold with (one for each device, or one 100 Gb port for the whole node where the catalogue knows no better). A node
+of a machine that the catalogue knows by name is whole: its devices are not counted again.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Any
 
 GIB = 1024**3
 WORDS = re.compile(r"^(?:(\d+)\s+nodes?\s+of\s+)?(?:(\d+)\s*x\s+)?([\w-]+)(?:\s+over\s+(?:(\d+)\s*x\s+)?([\w-]+))?$")
-SYNTAX = "[N nodes of] [Mx] DEVICE [over [Kx] LINK]"
+SYNTAX = "[N nodes of] [Mx] DEVICE [over [Kx] LINK], or [N nodes of] MACHINE"
 
 
 class ClusterError(ValueError):
@@ -51,12 +53,19 @@ class Link:
         latency: seconds before the first byte arrives.
         bandwidth: bytes/s in one direction.
         shared_by: devices that must share one such connection (8 devices and 2 ports: 4).
+        wires: equal parts of which each leads to another peer, where a node has no switch (4 devices, each with a third
+            of its bandwidth towards each of the others: 3). 1: whoever it talks to, a device has it all.
     """
 
     name: str
     latency: float
     bandwidth: float
     shared_by: float = 1.0
+    wires: int = 1
+
+    def among(self, devices: int) -> float:
+        """Bytes/s of a device, one direction, towards a group of so many that it belongs to."""
+        return self.bandwidth / self.shared_by * min(self.wires, max(1, devices - 1)) / self.wires
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +185,15 @@ class Cluster:
         if not found:
             raise ClusterError(f"hardware: cannot read {what!r}; write it as {SYNTAX}, for example '8x rtx4090'")
         nodes, devices, name, ports, port = found.groups()
+        if devices is None and port is None and (machine := _machine(name)):
+            return dataclasses.replace(machine, nodes=int(nodes or 1))
         return _assemble(int(nodes or 1), int(devices or 1), name, int(ports or 1), port)
+
+
+def _machine(name: str) -> Cluster | None:
+    from fourfold.hardware import catalogue  # the catalogue is written in the types of this file
+
+    return catalogue.MACHINES.get(name)
 
 
 def _assemble(nodes: int, devices: int, name: str, ports: int, port: str | None) -> Cluster:

@@ -71,7 +71,7 @@ class Group:
     def bandwidth(self, cluster: Cluster) -> float:
         """What one ring through the group gets, nominal: the device's link, or its share of the node's ports."""
         if self.nodes == 1:
-            return cluster.intra.bandwidth / cluster.intra.shared_by
+            return cluster.intra.among(self.size)
         share = cluster.node_bandwidth / self.rivals
         return share if self.per_node == 1 else min(share, cluster.intra.bandwidth)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 Figures = Mapping[str, float]
@@ -22,6 +22,8 @@ class Claim:
         control: runs the same with the mechanism off; it must not bring the predicted figures.
         off: what the control is, in words.
         tolerance: largest |measured - predicted| / |predicted|; an absolute bound where zero is predicted.
+        beside: figures of the paper that no run here can measure, each with what our model says of it. They are shown
+            side by side and judged by the reader, not by `misses`.
     """
 
     system: str
@@ -32,6 +34,7 @@ class Claim:
     control: Callable[[], Figures]
     off: str
     tolerance: float = 0.0
+    beside: Callable[[], Mapping[str, tuple[float, float]]] = dict
 
     def misses(self, found: Figures) -> tuple[str, ...]:
         """The figures that are missing or further off than the tolerance."""
@@ -48,6 +51,7 @@ class Reproduced:
     Attributes:
         measured, control: what came out.
         missed, control_missed: which figures did not hold.
+        beside: (published, modelled) of the figures that are shown beside.
     """
 
     name: str
@@ -56,6 +60,7 @@ class Reproduced:
     control: Figures
     missed: tuple[str, ...]
     control_missed: tuple[str, ...]
+    beside: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -82,6 +87,11 @@ class Reproduced:
             cells = "  ".join(f"{'-' if value is None else format(value, ',.10g'):>15}" for value in found)
             lines.append(f"  {name:<{width}}  {cells}")
         lines.append(f"  tolerance {claim.tolerance:g}; {self.verdict}")
+        if self.beside:
+            width = max(map(len, self.beside))
+            lines.append(f"  {'not judged:':<{width}}  {'published':>15}  {'our model':>15}")
+            for name, (published, modelled) in self.beside.items():
+                lines.append(f"  {name:<{width}}  {published:>15,.10g}  {modelled:>15,.3g}")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,6 +107,9 @@ class Reproduced:
             "measured": dict(self.measured),
             "tolerance": claim.tolerance,
             "control": {"what": claim.off, "figures": dict(self.control), "fails": list(self.control_missed)},
+            "beside": {
+                name: {"published": published, "model": modelled} for name, (published, modelled) in self.beside.items()
+            },
             "verdict": self.verdict,
         }
 
@@ -125,4 +138,5 @@ class Result:
 def judge(name: str, claim: Claim) -> Reproduced:
     """Run a claim and its control."""
     measured, control = claim.measure(), claim.control()
-    return Reproduced(name, claim, measured, control, claim.misses(measured), claim.misses(control))
+    missed, control_missed = claim.misses(measured), claim.misses(control)
+    return Reproduced(name, claim, measured, control, missed, control_missed, claim.beside())
