@@ -19,7 +19,7 @@ from slow_links import gauge, namespace
 
 SWITCH = Path(__file__).with_name("switch.py")
 MISSING = {
-    errno.EPERM: "the right to make network namespaces; run as root, or under `unshare --user --map-root-user`",
+    errno.EPERM: "the right to make network namespaces; run as root, or under `unshare --user --map-root-user --net`",
     errno.EACCES: "the right to open /dev/net/tun; run as root",
     errno.ENOENT: "TUN devices (/dev/net/tun); `modprobe tun` provides them on most kernels",
     errno.ENOSYS: "network namespaces in this kernel",

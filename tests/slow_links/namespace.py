@@ -15,15 +15,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 NEW_NETWORK = 0x40000000
-DEVICE, MTU, QUEUE = "link", 9000, 1000
-"""Name of the device in every namespace; bytes a segment, as in a cluster with jumbo frames; packets that may wait."""
+DEVICE, MTU = "link", 9000
+"""Name of the device in every namespace; bytes of a segment, as in a cluster with jumbo frames."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _TUN, _NO_INFO, _VNET_HEADER = 0x0001, 0x1000, 0x4000
 _CHECKSUM, _SEGMENTS = 0x01, 0x02
-_SET_FLAGS, _SET_ADDRESS, _SET_MASK, _SET_MTU, _SET_QUEUE = 0x8914, 0x8916, 0x891C, 0x8922, 0x8943
+_SET_FLAGS, _SET_ADDRESS, _SET_MASK, _SET_MTU = 0x8914, 0x8916, 0x891C, 0x8922
 _UP = 0x1
 _PARENT_DEATH_SIGNAL = 1
 CONGESTION = "/proc/sys/net/ipv4/tcp_congestion_control"
@@ -115,7 +115,6 @@ def _device(address: str) -> int:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
             fcntl.ioctl(control, _SET_FLAGS, struct.pack("16sH22x", b"lo", _UP))
             fcntl.ioctl(control, _SET_MTU, struct.pack("16si20x", name, MTU))
-            fcntl.ioctl(control, _SET_QUEUE, struct.pack("16si20x", name, QUEUE))
             for request, value in ((_SET_ADDRESS, address), (_SET_MASK, "255.255.255.0")):
                 where = struct.pack("HH4s8x", socket.AF_INET, 0, socket.inet_aton(value))
                 fcntl.ioctl(control, request, struct.pack("16s16s8x", name, where))
