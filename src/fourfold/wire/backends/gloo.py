@@ -1,12 +1,17 @@
 """Transfers over gloo: CPU ranks on sockets.
 
-Measured on two shared cores, one thread a rank (CPU ms over all ranks, gather issued, matrices multiplied, gather
-waited for): two ranks, shards of 3.6 MB: an exchange 2.0, broadcasts 3.0, messages 4.7, gloo's own all-gather 4.9;
-0.4 MB: 0.6, 0.9, 3.2, 1.1. Three and four ranks, 3.6 MB, nothing beside: broadcasts 7.1 and 14.5, messages 9.3 and
-16.5, an exchange 15.0 and 27.6, gloo's own 15.1 and 32.4. So two ranks gather by an exchange and more by one broadcast
-a rank; both can be polled. A gather that is a later round of something else goes by tagged messages. At two ranks
-gloo's all-reduce takes 13.5 ms for 16 MiB against 19.7 for exchange, sum and gather, with the same bits; at more ranks
-its bits depend on bucketing. Its reduce-scatter moves the bytes of an all-reduce and is never used.
+Two ranks gather and exchange by gloo's own exchange, more by messages. Measured, CPU ms over all ranks, one thread
+each, on two shared cores: two ranks, shards of 3.6 MB, matrices multiplied beside: a gather by an exchange 2.0, by
+broadcasts 3.0, by messages 4.7, gloo's own 4.9. Three, four and eight ranks, nothing beside: broadcasts 6.1, 11.5 and
+53.8, messages 5.7, 10.7 and 52.2. What decides are the links: on eight of 200 Mbit/s (`benchmarks/slow_grid.py`), where
+4 MiB should take 147 ms, a gather by broadcasts takes 482 ms (each goes down a tree, two at a time, so that most links
+idle) and by messages 165; gloo's own exchange takes 233 ms (while a rank's large message to another is under way, the
+word that it is ready for the other's waits behind it: pairs talk in one direction after the other) and messages whose
+receives are all posted before the first send take 167.
+
+A gather that is a later round of something else goes by messages between two ranks as well. At two ranks gloo's
+all-reduce takes 13.5 ms for 16 MiB against 19.7 for exchange, sum and gather, with the same bits; at more its bits
+depend on bucketing. Its reduce-scatter moves the bytes of an all-reduce and is never used.
 `benchmarks/socket_bytes.py` holds what is counted against what crosses.
 """
 
@@ -21,7 +26,7 @@ from fourfold.wire.errors import WireError
 from fourfold.wire.work import Pending, Steps
 
 _TAGS = 1 << 30
-"""Tags below are users' messages', tags from here on are slots of later rounds."""
+"""Tags below are users' messages', tags from here on are slots."""
 
 
 class GlooChannel:
@@ -53,35 +58,37 @@ class GlooChannel:
     def all_gather(
         self, slot: int, out: Tensor, shard: Tensor, splits: Sequence[int], *, later: bool = False
     ) -> Pending:
-        """An exchange between two ranks, a broadcast by each of more."""
+        """An exchange between two ranks, messages among more."""
         parts = out.split(list(splits))
-        if later:
-            return self._messages(slot, parts, shard, splits)
-        mine = parts[self.index]
+        if later or self.size > 2:
+            return self._messages(slot, parts, [shard] * self.size)
+        mine, other = parts[self.index], 1 - self.index
         if mine.data_ptr() != shard.data_ptr():
             mine.copy_(shard)
-        if self.size == 2:
-            other = 1 - self.index
-            gives, takes = [0, 0], [0, 0]
-            gives[other], takes[other] = splits[self.index], splits[other]
-            return self.all_to_all(slot, parts[other], mine, takes, gives)
-        return _Several([self.broadcast(slot, part, rank) for rank, part in enumerate(parts) if splits[rank]])
+        gives, takes = [0, 0], [0, 0]
+        gives[other], takes[other] = splits[self.index], splits[other]
+        return self.all_to_all(slot, parts[other], mine, takes, gives)
 
-    def _messages(self, slot: int, parts: Sequence[Tensor], shard: Tensor, splits: Sequence[int]) -> Pending:
-        """Tagged with the slot, so that ranks may start at different moments."""
+    def _messages(self, slot: int, takes: Sequence[Tensor], gives: Sequence[Tensor]) -> Pending:
+        """`gives[j]` to rank j, `takes[i]` from rank i; tagged with the slot, so that ranks may start at any moment.
+
+        Receives are posted before sends, or else the word that a rank may send would wait behind what goes to it.
+        """
         tag = _TAGS + slot % _TAGS
         others = [(self.index + step) % self.size for step in range(1, self.size)]
-        works = [self.group.recv([parts[rank]], rank, tag) for rank in reversed(others) if splits[rank]]
-        if splits[self.index]:
-            works += [self.group.send([shard], rank, tag) for rank in others]
-            if parts[self.index].data_ptr() != shard.data_ptr():
-                parts[self.index].copy_(shard)
+        works = [self.group.recv([takes[rank]], rank, tag) for rank in reversed(others) if takes[rank].numel()]
+        works += [self.group.send([gives[rank]], rank, tag) for rank in others if gives[rank].numel()]
+        mine, kept = takes[self.index], gives[self.index]
+        if mine.data_ptr() != kept.data_ptr():
+            mine.copy_(kept)
         return _Messages(self, works)
 
     def all_to_all(
         self, slot: int, out: Tensor, inp: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
     ) -> Pending:
-        """The backend's own exchange."""
+        """The backend's own exchange between two ranks, messages among more."""
+        if self.size > 2:
+            return self._messages(slot, out.split(list(out_splits)), inp.split(list(in_splits)))
         work = dist.all_to_all_single(out, inp, list(out_splits), list(in_splits), group=self.group, async_op=True)
         return _Collective(self, work)
 
@@ -122,18 +129,6 @@ class _Collective:
     def wait(self) -> None:
         self._work.wait()
         self._channel.under_way -= 1
-
-
-class _Several:
-    def __init__(self, pending: list[Pending]) -> None:
-        self._pending = pending
-
-    def done(self) -> bool:
-        return all(one.done() for one in self._pending)
-
-    def wait(self) -> None:
-        for one in self._pending:
-            one.wait()
 
 
 class _Messages:

@@ -1,0 +1,328 @@
+"""Plans beside one another on slow links: 8 gloo ranks, each in a network namespace of its own behind an emulated link.
+
+    python benchmarks/slow_grid.py --suite grid
+    python benchmarks/slow_grid.py --suite sharding --rounds 15
+
+Every plan trains the same GPT (M = 4h tokens a step) from the same weights in the same eight processes, one thread a
+rank. A round is every plan once and once more in the opposite order; rounds begin at either end in turn. Printed are:
+what the links really do; for each plan its step, the bytes that a rank hands over on each axis, and forecast ÷
+measured; then the medians of the rounds' ratios with 95 % bootstrap intervals, a peer's second step ÷ its first as
+control. The run decides nothing unless the control holds 1 within 3 %. Needs Linux and root (or
+`unshare --user --map-root-user --net`).
+
+Exit code 0 if every row is met, 1 if not, 2 if there can be no slow links here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from speed import interval
+
+from fourfold import wire
+from fourfold.hardware import Cluster, Link
+from fourfold.models.gpt import GPT, Config
+from fourfold.plan import Plan
+from fourfold.planner import Subject, Traces, forecast, search
+from fourfold.planner.here import probe
+from fourfold.training.losses.cross_entropy import cross_entropy
+from fourfold.training.optimizer import OptimizerOptions
+from fourfold.training.run import Run, parallelize
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from slow_links import SlowLinks, SlowLinksError
+
+RANKS = 8
+PORT = 29500
+PLANNED = "planned"
+"""The name of whatever the planner puts first."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """`plan` is at least `times` as fast as the fastest of `peers`."""
+
+    plan: str
+    peers: tuple[str, ...]
+    times: float
+
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "y 8": {"tensor": {"algorithm": "4d", "y": 8}},
+    "x 2, y 4": {"tensor": {"algorithm": "4d", "x": 2, "y": 4}},
+    "zero-3": {"z": 8, "shard": "parameters"},
+    "zero-1": {"z": 8, "shard": "optimizer"},
+    "data": {"data": 8},
+}
+SUITES = {
+    "grid": (Row(PLANNED, ("y 8", "zero-3"), 1.4), Row("x 2, y 4", ("y 8",), 1.08)),
+    "sharding": (Row("data", ("zero-3",), 1.0), Row("zero-1", ("zero-3",), 1.0)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """A GPT and its batch: 8 rows of width / 2 tokens."""
+
+    layers: int
+    width: int
+    vocabulary: int
+
+    @property
+    def sequence(self) -> int:
+        return self.width // 2
+
+    def build(self) -> GPT:
+        torch.manual_seed(0)
+        return GPT(Config(self.vocabulary, self.sequence, self.layers, self.width, heads=8, tied=False))
+
+    def tokens(self) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1)
+        return torch.randint(self.vocabulary, (RANKS, self.sequence + 1), generator=generator)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lap:
+    """One step: wall seconds of the slowest rank, CPU seconds of all."""
+
+    wall: float
+    cpu: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What the ranks do."""
+
+    size: Size
+    plans: Mapping[str, Plan]
+    rounds: int
+
+
+# -- the ranks
+
+
+def rank(index: int, links: SlowLinks, job: Job, answers: Connection) -> None:
+    """One of the processes. The first tells what all have measured; any tells why it failed."""
+    links.enter(index)
+    os.environ |= {"RANK": str(index), "LOCAL_RANK": str(index), "WORLD_SIZE": str(RANKS)}
+    os.environ |= {"MASTER_ADDR": links.addresses[0], "MASTER_PORT": str(PORT)}
+    torch.set_num_threads(1)
+    try:
+        world = wire.join("gloo", timeout=120)
+        for answer in answered(world, job):
+            if index == 0:
+                answers.send(answer)
+        world.leave()
+    except Exception as error:
+        answers.send(f"rank {index} of {RANKS}: {type(error).__name__}: {error}")
+        raise SystemExit(1) from error
+
+
+def answered(world: wire.World, job: Job) -> Iterator[dict[str, Any]]:
+    """Bytes by plan and axis, then the laps of each round by plan."""
+    everyone = wire.Mesh(world, {"data": RANKS})["data"]
+    batch = {"tokens": job.size.tokens()}
+    runs: dict[str, Run] = {}
+    for name, plan in job.plans.items():
+        runs[name] = parallelize(job.size.build(), cross_entropy, OptimizerOptions(lr=1e-4), plan, world=world)
+        for _ in range(2):  # connections, buffers and windows exist from here on
+            lap(runs[name], batch, everyone)
+    yield {name: bytes_by_axis(run) for name, run in runs.items()}
+    for number in range(job.rounds):
+        there = list(runs) if number % 2 == 0 else list(reversed(runs))
+        laps: dict[str, list[Lap]] = {name: [] for name in runs}
+        for name in (*there, *reversed(there)):
+            laps[name].append(lap(runs[name], batch, everyone))
+        yield laps
+    everyone.barrier()
+
+
+def lap(run: Run, batch: Mapping[str, torch.Tensor], everyone: wire.Axis) -> Lap:
+    """One step, begun together."""
+    everyone.barrier()
+    wall, cpu = time.perf_counter(), time.process_time()
+    run.step(batch)
+    run.placed.settle()  # what the step began belongs to it
+    spent = everyone.collect([time.perf_counter() - wall, time.process_time() - cpu])
+    return Lap(max(one[0] for one in spent), sum(one[1] for one in spent))
+
+
+def bytes_by_axis(run: Run) -> dict[str, int]:
+    """What the ledger counted in the last step of this rank."""
+    axes = sorted({flow.axis for flow in run.ledger.traffic(run.number - 1)})
+    return {axis: run.ledger.sent(run.number - 1, axis=axis) for axis in axes}
+
+
+# -- the forecast
+
+
+def cluster(rate: float, round_trip: float) -> Cluster:
+    """Eight nodes of one rank each on such links, which share the cores of this machine."""
+    here = probe()
+    part = min(1.0, here.devices_per_node / RANKS)
+    device = dataclasses.replace(
+        here.device,
+        memory=int(here.device.memory * part),
+        memory_bandwidth=here.device.memory_bandwidth * part,
+        flops={dtype: peak * part for dtype, peak in here.device.flops.items()},
+    )
+    link = Link("emulated", max(round_trip / 2, 1e-6), rate / 8)
+    return Cluster(RANKS, 1, device, link, link)
+
+
+def chosen(rows: Sequence[Row], traces: Traces, machine: Cluster) -> dict[str, Plan]:
+    """The plans that the rows name, in order of mention."""
+    names = dict.fromkeys(name for row in rows for name in (row.plan, *row.peers))
+    return {
+        name: search(traces, machine)[0].plan if name == PLANNED else Plan.of({"placement": PLACEMENTS[name]})
+        for name in names
+    }
+
+
+# -- the parent
+
+
+def measure(
+    links: SlowLinks, job: Job, tell: Callable[[str], None]
+) -> tuple[dict[str, dict[str, int]], list[dict[str, list[Lap]]]]:
+    """Run the ranks: bytes by plan and axis, and the laps of every round.
+
+    Raises:
+        SystemExit: a rank failed; with what the first one said.
+    """
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    ranks = [context.Process(target=rank, args=(index, links, job, theirs), daemon=True) for index in range(RANKS)]
+    for one in ranks:
+        one.start()
+    theirs.close()
+    found: list[Any] = []
+    try:
+        while len(found) <= job.rounds:
+            answer = ours.recv()
+            if isinstance(answer, str):
+                raise SystemExit(f"slow_grid: {answer}")
+            found.append(answer)
+            if len(found) > 1:
+                shown = {name: [round(lap.wall * 1e3) for lap in laps] for name, laps in answer.items()}
+                tell(f"round {len(found) - 1}: milliseconds a step {shown}")
+        for one in ranks:
+            one.join(timeout=30)
+    except EOFError:
+        raise SystemExit(f"slow_grid: ranks ended without a word: {[one.exitcode for one in ranks]}") from None
+    finally:
+        for one in ranks:
+            one.kill()
+    return found[0], found[1:]
+
+
+def seconds(rounds: Sequence[dict[str, list[Lap]]], name: str) -> list[float]:
+    """Of each round, the mean of the plan's two steps."""
+    return [statistics.fmean(lap.wall for lap in one[name]) for one in rounds]
+
+
+def judged(row: Row, rounds: Sequence[dict[str, list[Lap]]]) -> dict[str, Any]:
+    """The row's ratio, its control and its verdict by the speed rule."""
+    peer = min(row.peers, key=lambda name: statistics.median(seconds(rounds, name)))
+    pairs = zip(seconds(rounds, peer), seconds(rounds, row.plan), strict=True)
+    ratio = interval([theirs / ours for theirs, ours in pairs])
+    control = interval([one[peer][1].wall / one[peer][0].wall for one in rounds])
+    decides = control[1] <= 1 <= control[2] and (control[2] - control[1]) / 2 <= 0.03
+    met = (ratio[0] >= row.times or ratio[2] >= row.times) and ratio[1] >= 0.97 * row.times
+    return {
+        "row": f"{row.plan} ÷ {peer} >= {row.times:g}",
+        "ratio": ratio,
+        f"{peer} ÷ {peer} (control)": control,
+        "verdict": ("met" if met else "not met") if decides else "undecided: the control does not hold 1 within 3 %",
+    }
+
+
+def report(
+    plans: Mapping[str, Plan],
+    sent: Mapping[str, dict[str, int]],
+    rounds: Sequence[dict[str, list[Lap]]],
+    forecasts: Mapping[str, Any],
+    rate: float,
+) -> list[dict[str, Any]]:
+    """For each plan: what it moved, what that takes on the link, what was measured and what was forecast."""
+    lines = []
+    for name, plan in plans.items():
+        step = statistics.median(seconds(rounds, name))
+        said = forecasts[name]
+        lines.append(
+            {
+                "plan": f"{name} ({plan})" if name == PLANNED else name,
+                "step ms": round(step * 1e3, 1),
+                "CPU ms, all ranks": round(1e3 * statistics.median(lap.cpu for one in rounds for lap in one[name]), 1),
+                "bytes of a rank": sent[name],
+                "ms on the link": round(8e3 * sum(sent[name].values()) / rate, 1),
+                "forecast ms": round(said.timing.total * 1e3, 1),
+                "forecast ÷ measured": round(said.timing.total / step, 3),
+                "forecast bytes ÷ counted": round(said.ledger.sent() / max(1, sum(sent[name].values())), 4),
+            }
+        )
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", choices=tuple(SUITES), default="grid")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--megabits", type=float, default=200.0)
+    parser.add_argument("--milliseconds", type=float, default=0.0, help="round trip")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--vocabulary", type=int, default=512)
+    options = parser.parse_args()
+    size = Size(options.layers, options.width, options.vocabulary)
+    rate, round_trip = options.megabits * 1e6, options.milliseconds * 1e-3
+    torch.set_num_threads(1)
+    try:
+        with SlowLinks(RANKS, rate, round_trip) as links:
+            return compare(links, size, SUITES[options.suite], options.rounds)
+    except SlowLinksError as error:
+        print(f"slow_grid: {error}", file=sys.stderr)
+        return 2
+
+
+def compare(links: SlowLinks, size: Size, rows: Sequence[Row], rounds: int) -> int:
+    """Measure the links, forecast, run, print; 1 if a row is not met."""
+    told = {"links": str(links.measured())}
+    print(told["links"], flush=True)
+    subject = Subject(
+        size.build, cross_entropy, {"tokens": size.tokens()[:2]}, RANKS, tokens_per_row=size.sequence, name="GPT"
+    )
+    traces, machine = Traces(subject), cluster(links.rate, links.round_trip)
+    plans = chosen(rows, traces, machine)
+    forecasts = {name: forecast(traces, machine, plan) for name, plan in plans.items()}
+    began, before = time.perf_counter(), links.processor_seconds()
+    sent, laps = measure(links, Job(size, plans, rounds), lambda line: print(line, flush=True))
+    share = (links.processor_seconds() - before) / (time.perf_counter() - began)
+    verdicts = [judged(row, laps) for row in rows]
+    result = {
+        **told,
+        "model": dataclasses.asdict(size) | {"tokens a step": RANKS * size.sequence},
+        "plans": report(plans, sent, laps, forecasts, links.rate),
+        "rows": verdicts,
+        "rounds": rounds,
+        "cores taken by the switch": round(share, 3),
+        "machine": f"{os.cpu_count()} cores, torch {torch.__version__}",
+    }
+    print(json.dumps(result, indent=1, ensure_ascii=False))
+    return int(any(one["verdict"] != "met" for one in verdicts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
