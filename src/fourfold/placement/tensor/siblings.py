@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fourfold.torch_private import storage_key
+
 
 class Multiply(Protocol):
     """A matrix product into a given place."""
@@ -43,10 +45,10 @@ def matrices(weights: Sequence[Tensor], turned: bool) -> list[Tensor]:
 def side_by_side(weights: Sequence[Tensor]) -> Tensor | None:
     """One view [ΣN, K] of weights [N, K] that follow each other without a gap in one storage, else None."""
     first = weights[0]
-    storage = first.untyped_storage().data_ptr()
+    storage = storage_key(first)
     end, rows = first.storage_offset(), 0
     for weight in weights:
-        same = weight.untyped_storage().data_ptr() == storage and weight.dtype == first.dtype
+        same = storage_key(weight) == storage and weight.dtype == first.dtype
         if not (same and weight.is_contiguous() and weight.storage_offset() == end):
             return None
         end, rows = end + weight.numel(), rows + weight.shape[0]
@@ -111,9 +113,15 @@ class Trained:
 
 
 def weight_gradients(
-    grad: Tensor, x: Tensor, which: Trained, between: Callable[[], object], pieces: int = 1, mm: Multiply = multiply
-) -> Tensor:
-    """The gradients of all trained weights, one after the other in a flat tensor of ΣN · K.
+    grad: Tensor,
+    x: Tensor,
+    which: Trained,
+    out: Tensor,
+    between: Callable[[], object],
+    pieces: int = 1,
+    mm: Multiply = multiply,
+) -> None:
+    """The gradients of all trained weights, one after the other in the flat tensor `out`.
 
     Args:
         grad: [M, ΣN] of all siblings.
@@ -122,14 +130,10 @@ def weight_gradients(
         pieces: multiplications that each gradient is cut into.
     """
     depth = x.shape[1]
-    flat = x.new_empty(which.columns * depth)
     for first, last, before in which.runs():
-        place, columns = flat[before * depth : (before + last - first) * depth], grad[:, first:last]
-        if which.turned:
-            halves = zip(x.t().chunk(pieces), place.view(depth, last - first).chunk(pieces), strict=True)
-        else:
-            halves = zip(columns.t().chunk(pieces), place.view(last - first, depth).chunk(pieces), strict=True)
-        for left, part in halves:
-            mm(left, columns if which.turned else x, part)
+        place, columns = out[before * depth : (before + last - first) * depth], grad[:, first:last]
+        left, right = (x, columns) if which.turned else (columns, x)
+        rows = place.view(left.shape[1], right.shape[1])
+        for some, part in zip(left.t().chunk(pieces), rows.chunk(pieces), strict=True):
+            mm(some, right, part)
             between()
-    return flat
