@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fourfold.placement.tensor import kernels, rows, siblings
+from fourfold.placement.tensor.operators import register
+from fourfold.placement.tensor.siblings import flat, widths
 from fourfold.wire.axis import axis_of
 from fourfold.wire.ops import backward_kind
 
@@ -32,16 +33,6 @@ _CALL = (
     "str contract, str output, str kind, bool turned, bool overlap, "
     "int? rows, SymInt? total, bool keep, int chunks, str kernels"
 )
-
-
-def widths(weights: Sequence[Tensor], turned: bool) -> list[int]:
-    """Output features of each sibling."""
-    return [weight.shape[1] if turned else weight.shape[0] for weight in weights]
-
-
-def flat(x: Tensor) -> Tensor:
-    """[rows, features]; a view where the memory allows it."""
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 # ---- forward
@@ -224,29 +215,18 @@ def _backward_shapes(
 
 # ---- registration
 
-_library = torch.library.Library("fourfold", "FRAGMENT")
-
-
-def _register(name: str, schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> None:
-    """An op with a fake implementation: shapes only, but on a dry axis the whole run, whose bytes are counted."""
-
-    def fake(*inputs: Any) -> Any:
-        call = Call(*inputs[-len(Call._fields) :])
-        dry = axis_of(call.contract).dry and not torch.compiler.is_compiling()
-        return (run if dry else shapes)(*inputs)
-
-    _library.define(f"{name}({schema})")
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fourfold::{name}", fake, lib=_library)
-
-
-_register(
-    "product", f"Tensor x, Tensor[] weights, Tensor?[] biases, {_CALL}) -> (Tensor, Tensor", _forward, _forward_shapes
+register(
+    "product",
+    f"(Tensor x, Tensor[] weights, Tensor?[] biases, {_CALL}) -> (Tensor, Tensor)",
+    _forward,
+    _forward_shapes,
+    len(Call._fields),
 )
-_register(
+register(
     "product_gradients",
-    f"Tensor grad, Tensor? x, Tensor[] weights, SymInt[] widths, bool[] trained, bool[] biased, {_CALL}"
-    ") -> (Tensor, Tensor, Tensor",
+    f"(Tensor grad, Tensor? x, Tensor[] weights, SymInt[] widths, bool[] trained, bool[] biased, {_CALL})"
+    " -> (Tensor, Tensor, Tensor)",
     _backward,
     _backward_shapes,
+    len(Call._fields),
 )

@@ -21,13 +21,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from fourfold.placement.tensor import passes
+from fourfold.placement.tensor import passes, siblings
 from fourfold.placement.tensor.kernels import Kernels
 from fourfold.wire import Axis, UsageError
 from fourfold.wire.formulas import shares
-
-LAYOUTS = ("out,in", "in,out")
-"""How a weight lies in memory: as that of `torch.nn.Linear`, or transposed (GPT-2's Conv1D)."""
 
 
 def product(
@@ -58,7 +55,7 @@ def product(
         contract: outputs are summed over it.
         output: the gradient of x is summed over it.
         kind: of the forward's traffic; the backward's is `wire.ops.backward_kind` of it.
-        layout: of the weights, one of `LAYOUTS`.
+        layout: of the weights, one of `siblings.LAYOUTS`.
         overlap: compute the weights' gradients while x's gradient is summed; off, the same with a wait before: the
             bits are equal.
         rows: the sequence form: x comes cut along this dim over `output`, too, and the outputs leave cut along it over
@@ -88,7 +85,7 @@ def product(
     sequence = (rows, total, keep, chunks, "" if kernels is None else kernels.key)
     call = passes.Call(contract.key, output.key, kind, turned, overlap, *sequence)
     out = _Product.apply(x, call, len(weights), *weights, *biases)
-    widths = passes.widths(weights, turned)
+    widths = siblings.widths(weights, turned)
     return (out,) if len(widths) == 1 else torch.split(out, widths, dim=-1)
 
 
@@ -97,7 +94,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: passes.Call, count: int, *parameters: Tensor | None) -> Tensor:
-        weights, biases = _weights(parameters[:count]), parameters[count:]
+        weights, biases = siblings.present(parameters[:count]), parameters[count:]
         ctx.call, ctx.count = call, count
         ctx.wanted, ctx.trained = x.requires_grad, [weight.requires_grad for weight in weights]
         ctx.biased = [bias is not None and bias.requires_grad for bias in biases]
@@ -116,27 +113,11 @@ class _Product(torch.autograd.Function):
         dx, dw, db = torch.ops.fourfold.product_gradients(
             *(grads[0], x, weights, widths, ctx.trained, ctx.biased), *call
         )
-        each = _dealt(dw, [shape if trained else None for shape, trained in zip(ctx.shapes, ctx.trained, strict=True)])
-        bias = _dealt(db, [(n,) if biased else None for n, biased in zip(widths, ctx.biased, strict=True)])
+        each = siblings.dealt(
+            dw, [shape if trained else None for shape, trained in zip(ctx.shapes, ctx.trained, strict=True)]
+        )
+        bias = siblings.dealt(db, [(n,) if biased else None for n, biased in zip(widths, ctx.biased, strict=True)])
         return dx if ctx.wanted else None, None, None, *each, *bias
-
-
-def _weights(given: Sequence[Tensor | None]) -> list[Tensor]:
-    return [weight for weight in given if weight is not None]
-
-
-def _dealt(flat: Tensor, shapes: Sequence[Sequence[int] | None]) -> list[Tensor | None]:
-    """Views of a flat tensor in these shapes, one after the other; None where there is none."""
-    found: list[Tensor | None] = []
-    first = 0
-    for shape in shapes:
-        if shape is None:
-            found.append(None)
-            continue
-        numel = torch.Size(shape).numel()
-        found.append(flat[first : first + numel].view(*shape))
-        first += numel
-    return found
 
 
 def _lines(x: Tensor, rows: int, total: int | None, output: Axis) -> tuple[int, int]:
@@ -159,16 +140,9 @@ def _lines(x: Tensor, rows: int, total: int | None, output: Axis) -> tuple[int, 
 def _check(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], layout: str, chunks: int) -> None:
     if chunks < 1:
         raise UsageError(f"chunks: expected at least 1, which is a product in one piece, found {chunks}")
-    if layout not in LAYOUTS:
-        raise UsageError(f"layout of a weight: expected one of {', '.join(map(repr, LAYOUTS))}, found {layout!r}")
-    if not weights or len(weights) != len(biases):
-        raise UsageError(
-            f"siblings: expected one bias (or None) for each weight, found {len(weights)} weights and "
-            f"{len(biases)} biases"
-        )
+    siblings.check(weights, biases, layout)
     for number, weight in enumerate(weights):
-        depth = weight.shape[0 if layout == "in,out" else -1]
-        if weight.dim() != 2 or depth != x.shape[-1]:
+        if siblings.depth(weight, layout == "in,out") != x.shape[-1]:
             raise UsageError(
                 f"sibling {number}: expected a weight {'[K, N]' if layout == 'in,out' else '[N, K]'} with this rank's "
                 f"K = {x.shape[-1]} input features, found {list(weight.shape)}; cut it over the axis that x is cut over"

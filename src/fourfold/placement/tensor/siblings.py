@@ -15,6 +15,10 @@ import torch
 from torch import Tensor
 
 from fourfold.torch_private import storage_key
+from fourfold.wire import UsageError
+
+LAYOUTS = ("out,in", "in,out")
+"""How a weight lies in memory: as that of `torch.nn.Linear`, or transposed (GPT-2's Conv1D)."""
 
 
 class Multiply(Protocol):
@@ -28,6 +32,39 @@ class Multiply(Protocol):
 def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
     """out [m, n] = a [m, k] b [k, n], by torch."""
     torch.mm(a, b, out=out)
+
+
+def check(weights: Sequence[Tensor], biases: Sequence[Tensor | None], layout: str) -> None:
+    """Refuse what are no siblings.
+
+    Raises:
+        UsageError: another number of biases than of weights, a weight that is no matrix, or an unknown layout.
+    """
+    if layout not in LAYOUTS:
+        raise UsageError(f"layout of a weight: expected one of {', '.join(map(repr, LAYOUTS))}, found {layout!r}")
+    if not weights or len(weights) != len(biases):
+        raise UsageError(
+            f"siblings: expected one bias (or None) for each weight, found {len(weights)} weights and "
+            f"{len(biases)} biases"
+        )
+    for number, weight in enumerate(weights):
+        if weight.dim() != 2:
+            raise UsageError(f"sibling {number}: expected a matrix for a weight, found {list(weight.shape)}")
+
+
+def flat(x: Tensor) -> Tensor:
+    """[rows, features]; a view where the memory allows it."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def depth(weight: Tensor, turned: bool) -> int:
+    """Input features."""
+    return weight.shape[0 if turned else 1]
+
+
+def widths(weights: Sequence[Tensor], turned: bool) -> list[int]:
+    """Output features of each sibling."""
+    return [weight.shape[1 if turned else 0] for weight in weights]
 
 
 def matrices(weights: Sequence[Tensor], turned: bool) -> list[Tensor]:
@@ -137,3 +174,22 @@ def weight_gradients(
         for some, part in zip(left.t().chunk(pieces), rows.chunk(pieces), strict=True):
             mm(some, right, part)
             between()
+
+
+def present(given: Sequence[Tensor | None]) -> list[Tensor]:
+    """Those that are not None."""
+    return [one for one in given if one is not None]
+
+
+def dealt(tensor: Tensor, shapes: Sequence[Sequence[int] | None]) -> list[Tensor | None]:
+    """Views of a flat tensor in these shapes, one after the other; None where there is none."""
+    found: list[Tensor | None] = []
+    first = 0
+    for shape in shapes:
+        if shape is None:
+            found.append(None)
+            continue
+        numel = torch.Size(shape).numel()
+        found.append(tensor[first : first + numel].view(*shape))
+        first += numel
+    return found
