@@ -19,6 +19,7 @@ from fourfold.placement.tensor import traffic
 from fourfold.placement.tensor.product import product
 from fourfold.placement.tensor.summa import summa
 from fourfold.placement.tensor.traffic import Line, Traffic
+from fourfold.wire.dry import dry_mesh
 
 from .grids import draw, part
 
@@ -196,7 +197,10 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Mapping[int, int]:
 @pytest.mark.parametrize(("x", "y"), [(3, 1), (1, 3), (2, 3)])
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize(("trained", "wanted", "keep"), [(True, True, False), (True, True, True), (False, True, False)])
+@pytest.mark.parametrize(
+    ("trained", "wanted", "keep"),
+    [(True, True, False), (True, True, True), (False, True, False), (True, False, False)],
+)
 def test_uneven_products_to_the_byte(
     seen: Mapping[int, int], x: int, y: int, sequence: bool, chunks: int, trained: bool, wanted: bool, keep: bool
 ) -> None:
@@ -252,6 +256,25 @@ def test_uneven_summa_to_the_byte(
         agrees(mesh, formula, seen)
 
     wire.threads.launch(rows * features, body)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_dry_rank_counts_what_it_would_send(sequence: bool, device: str) -> None:
+    sizes = {"x": 2, "y": 3}
+
+    def step(mesh: wire.Mesh, device: str) -> dict[Any, tuple[int, int]]:
+        x = part(draw(7, 5, seed=1), {"x": 1, **({"y": 0} if sequence else {})}, mesh).to(device).requires_grad_()
+        weight = part(draw(11, 5, seed=2), {"x": 1, "y": 0}, mesh).to(device).requires_grad_()
+        rows: dict[str, Any] = {"rows": 0, "total": 7} if sequence else {}
+        product(x, [weight], [None], contract=mesh["x"], output=mesh["y"], chunks=2, **rows)[0].sum().backward()
+        x = part(draw(7, 5, seed=1), {"x": 0, "y": 1}, mesh).to(device).requires_grad_()
+        about: dict[str, Any] = {"rows": mesh["x"], "features": mesh["y"], "total": 5}
+        summa(x, [weight], [None], **about)[0].sum().backward()
+        return flows(mesh.ledger)
+
+    real = wire.threads.launch(6, lambda world: step(wire.Mesh(world, sizes), "cpu"))
+    assert [step(dry_mesh(sizes, rank), device) for rank in range(6)] == real
 
 
 def test_recomputed_forwards_are_counted_by_the_forward() -> None:

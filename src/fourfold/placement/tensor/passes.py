@@ -62,7 +62,7 @@ def _forward(x: Tensor, weights: list[Tensor], biases: list[Tensor | None], *opt
             out = rows.scattered(partial, contract, later, call.kind).wait()
         else:
             out = rows.multiply_scatter(shard, width, multiply, contract, later, call.kind, call.chunks)
-    for part, bias in zip(out.split(widths(weights, call.turned), -1), biases, strict=True):
+    for part, bias in zip(siblings.columns(out, widths(weights, call.turned)), biases, strict=True):
         if bias is not None:
             part.add_(bias)
     return out.view(*x.shape[:-1], width) if lines is None else lines.tensor(out), kept
@@ -149,7 +149,8 @@ def _cut(
     dw, db = _places(grad, x, wanted, call)
     read, reading = x, None
     if x is not None and not call.keep:
-        read, reading = rows.gathered(lines.flat(x), output, parts, call.kind)
+        mine = lines.flat(x)  # belongs to the gather until it is waited for
+        read, reading = rows.gathered(mine, output, parts, call.kind)
         if not call.overlap:
             reading.wait()
     leaving = None
@@ -184,8 +185,10 @@ def _parameters(grad: Tensor, x: Tensor | None, wanted: Wanted, call: Call, dw: 
         which = siblings.Trained(wanted.widths, wanted.trained, call.turned)
         siblings.weight_gradients(grad, x, which, dw, output.advance, pieces, kernels.of(call.kernels))
     if any(wanted.biased):
-        parts = zip(grad.split(wanted.widths, -1), wanted.biased, strict=True)
-        torch.cat([part.sum(0) for part, one in parts if one], out=db)
+        places = iter(siblings.columns(db, [n for n, one in zip(wanted.widths, wanted.biased, strict=True) if one]))
+        for part, one in zip(siblings.columns(grad, wanted.widths), wanted.biased, strict=True):
+            if one:
+                torch.sum(part, 0, out=next(places))
 
 
 def _depth(weights: list[Tensor], call: Call) -> int:

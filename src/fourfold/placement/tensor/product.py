@@ -85,8 +85,7 @@ def product(
     sequence = (rows, total, keep, chunks, "" if kernels is None else kernels.key)
     call = passes.Call(contract.key, output.key, kind, turned, overlap, *sequence)
     out = _Product.apply(x, call, len(weights), *weights, *biases)
-    widths = siblings.widths(weights, turned)
-    return (out,) if len(widths) == 1 else torch.split(out, widths, dim=-1)
+    return tuple(siblings.columns(out, siblings.widths(weights, turned)))
 
 
 class _Product(torch.autograd.Function):

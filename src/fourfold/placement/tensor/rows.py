@@ -73,6 +73,8 @@ class Scattered:
     """This rank's rows of a sum over ranks, under way. `out` gets them in its own dtype when they are waited for."""
 
     work: Work
+    full: Tensor
+    """Every rank's rows: they belong to the work until it is waited for."""
     out: Tensor
     exact: Tensor
     """The sum: of 16-bit floats in float32, so that it is rounded once."""
@@ -86,12 +88,12 @@ class Scattered:
 def scattered(full: Tensor, axis: Axis, parts: Sequence[int], kind: str, out: Tensor | None = None) -> Scattered:
     """Begin to sum rows over the ranks, each of which gets its part."""
     if axis.size == 1 and out is None:
-        return Scattered(Work.complete("reduce_scatter", kind), full, full)
+        return Scattered(Work.complete("reduce_scatter", kind), full, full, full)
     out = full.new_empty(parts[axis.index], full.shape[1]) if out is None else out
     half = out.dtype in (torch.bfloat16, torch.float16)
     exact = torch.empty_like(out, dtype=torch.float32) if half else out
     work = axis.reduce_scatter(exact, full, kind, sizes=_sizes(parts, full.shape[1]))
-    return Scattered(work, out, exact)
+    return Scattered(work, full, out, exact)
 
 
 def _sizes(parts: Sequence[int], width: int) -> list[int] | None:

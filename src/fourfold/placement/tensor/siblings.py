@@ -67,6 +67,11 @@ def widths(weights: Sequence[Tensor], turned: bool) -> list[int]:
     return [weight.shape[1 if turned else 0] for weight in weights]
 
 
+def columns(tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Each sibling's part of the last dim; the tensor itself if there is one sibling."""
+    return (tensor,) if len(sizes) == 1 else tensor.split(list(sizes), -1)
+
+
 def matrices(weights: Sequence[Tensor], turned: bool) -> list[Tensor]:
     """The fewest matrices [K, N] whose columns, side by side, are those of all weights: views, never copies.
 
@@ -168,9 +173,13 @@ def weight_gradients(
     """
     depth = x.shape[1]
     for first, last, before in which.runs():
-        place, columns = out[before * depth : (before + last - first) * depth], grad[:, first:last]
-        left, right = (x, columns) if which.turned else (columns, x)
+        place, above = out[before * depth : (before + last - first) * depth], grad[:, first:last]
+        left, right = (x, above) if which.turned else (above, x)
         rows = place.view(left.shape[1], right.shape[1])
+        if pieces == 1:
+            mm(left.t(), right, rows)
+            between()
+            continue
         for some, part in zip(left.t().chunk(pieces), rows.chunk(pieces), strict=True):
             mm(some, right, part)
             between()

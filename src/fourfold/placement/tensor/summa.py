@@ -79,7 +79,7 @@ def summa(
     call = _Call(rows.key, features.key, kind, turned, overlap, total)
     out = _Summa.apply(x, call, *weights)
     sizes = widths(weights, turned)
-    found: tuple[Tensor, ...] = (out,) if len(sizes) == 1 else torch.split(out, sizes, dim=-1)
+    found = tuple(siblings.columns(out, sizes))
     own = present(biases)
     if not own:
         return found
@@ -223,6 +223,12 @@ def _forward_shapes(x: Tensor, weights: list[Tensor], *options: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], sum(widths(weights, options[3])))
 
 
+def _times(a: Tensor, b: Tensor) -> Tensor:
+    out = a.new_empty(a.shape[0], b.shape[1])
+    siblings.multiply(a, b, out)
+    return out
+
+
 class _Leaving:
     """Sums to one rank of a line: at most one panel's are under way while the next is multiplied."""
 
@@ -252,13 +258,13 @@ def _backward(
     call, above = _Call(*options), flat(grad)
     rows, features = axis_of(call.rows), axis_of(call.features)
     dx, dw = _backward_shapes(grad, x, weights, sizes, trained, *options)
-    chosen = present([part if one else None for part, one in zip(above.split(sizes, -1), trained, strict=True)])
+    chosen = present([part if one else None for part, one in zip(siblings.columns(above, sizes), trained, strict=True)])
     trainable = above if all(trained) else _joined(chosen, 1) if chosen else above
     place = _Places(dw, [n for n, one in zip(sizes, trained, strict=True) if one], call.turned)
     leaving = _Leaving(call.overlap)
     for step in _steps(None if x is None else flat(x), weights, above.shape[0], sizes, call):
         panel = step.panel
-        inputs = None if step.right is None else above @ step.right.t()
+        inputs = None if step.right is None else _times(above, step.right.t())
         parts = None if step.left is None else place.product(trainable, step.left)
         leaving.settle()
         if inputs is not None:
@@ -285,7 +291,7 @@ class _Places:
 
     def product(self, grad: Tensor, x: Tensor) -> Tensor:
         """One panel, as the weights lie: x [M, width], grad [M, N]."""
-        return x.t() @ grad if self.turned else grad.t() @ x
+        return _times(x.t(), grad) if self.turned else _times(grad.t(), x)
 
     def put(self, part: Tensor, at: slice) -> None:
         """A panel of the weights' features `at`."""
