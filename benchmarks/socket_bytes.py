@@ -101,6 +101,7 @@ def cases(axis: Any, count: int) -> dict[str, Callable[[], Any]]:
         "all_to_all": lambda: [axis.all_to_all(other, full, "activation")],
         "all_to_all, uneven": lambda: [axis.all_to_all(out, inp, "activation", outs, ins)],
         "broadcast": lambda: [axis.broadcast(full, 0, "weight")],
+        "reduce": lambda: [axis.reduce(full, n - 1, "weight")],
         "send": lambda: [
             axis.send(full, (at + 1) % n, "activation"),
             axis.receive(other, (at - 1) % n, "activation"),

@@ -34,6 +34,7 @@ def test_metered_equals_the_formulas(size: int, count: int, dtype: torch.dtype, 
         axis.all_gather(whole, part, "weight", codec=codec).wait()
         axis.reduce_scatter(part, whole, "gradient", codec=codec).wait()
         axis.broadcast(part, 0, "weight", codec=codec).wait()
+        axis.reduce(part, size - 1, "weight", codec=codec).wait()
         if size > 1:
             out, inp = torch.empty(sum(outs), dtype=dtype), torch.ones(sum(ins), dtype=dtype)
             axis.all_to_all(out, inp, "embedding", outs, ins, codec=codec).wait()
@@ -54,6 +55,7 @@ def test_metered_equals_the_formulas(size: int, count: int, dtype: torch.dtype, 
             Flow("data", "weight", "all_gather"): formulas.all_gather(size, count * size * itemsize),
             Flow("data", "gradient", "reduce_scatter"): formulas.reduce_scatter(size, count * size * itemsize),
             Flow("data", "weight", "broadcast"): formulas.broadcast(size, count * itemsize, index),
+            Flow("data", "weight", "reduce"): formulas.reduce(size, count * itemsize, index, size - 1),
             Flow("data", "embedding", "all_to_all"): formulas.all_to_all(ins, index),
             Flow("data", "activation", "send"): formulas.send(count * itemsize),
             Flow("data", "activation", "receive"): 0,

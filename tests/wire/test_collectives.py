@@ -184,6 +184,22 @@ def test_broadcast_from_the_last(size: int) -> None:
     assert all(torch.equal(out, values(size - 1, 9)) for out in on(size, body))
 
 
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_reduce_to_the_last_adds_in_rank_order_and_rounds_once(size: int, dtype: torch.dtype) -> None:
+    given = [(values(rank, 9) / 7).to(dtype) for rank in range(size)]
+
+    def body(axis: wire.Axis) -> Tensor:
+        tensor = given[axis.index].clone()
+        axis.reduce(tensor, size - 1, "weight").wait()
+        return tensor
+
+    *others, last = on(size, body)
+    wider = torch.float32 if dtype == torch.bfloat16 else dtype
+    assert torch.equal(last, in_order([one.to(wider) for one in given]).to(dtype))
+    assert all(torch.equal(*pair) for pair in zip(others, given[:-1], strict=True))
+
+
 def test_messages_keep_their_order_within_a_tag_and_tags_do_not_mix() -> None:
     def body(axis: wire.Axis) -> list[float]:
         if axis.index == 0:

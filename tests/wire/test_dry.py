@@ -75,6 +75,7 @@ def test_every_collective_counts_dry_what_it_counts_for_real_and_signs_the_same(
         axis.all_gather(whole, part, "weight", codec=codec).wait()
         axis.reduce_scatter(part, whole, "gradient", codec=codec).wait()
         axis.broadcast(part, 1, "weight", codec=codec).wait()
+        axis.reduce(part, 1, "weight", codec=codec).wait()
         axis.all_to_all(torch.empty_like(whole), whole, "activation", codec=codec).wait()
         mine, full = torch.ones(sizes[axis.index], device=device), torch.ones(7, device=device)
         axis.all_gather(full, mine, "weight", sizes=sizes, codec=codec).wait()

@@ -29,6 +29,7 @@ def every_collective(world: wire.World, count: int) -> dict[str, Tensor | list |
     whole, part = values(rank, count * size), values(rank, count)
     summed, double, gathered = part.clone(), part.to(torch.bfloat16), torch.empty(size * count)
     scattered, swapped, told, got = (torch.empty(count), torch.empty(count * size), part.clone(), torch.empty(count))
+    added = part.clone()
     ins = [(rank + peer) % 3 for peer in range(size)]
     uneven = torch.empty(sum(ins))
     sizes = [(2 * peer) % 3 for peer in range(size)]
@@ -43,6 +44,7 @@ def every_collective(world: wire.World, count: int) -> dict[str, Tensor | list |
         axis.all_gather(pieces, part[: sizes[rank]].clone(), "weight", sizes=sizes),
         axis.reduce_scatter(cut, whole[: sum(sizes)].clone(), "gradient", sizes=sizes),
         axis.broadcast(told, size - 1, "weight"),
+        axis.reduce(added, 1, "weight"),
         axis.send(part, (rank + 1) % size, "activation", 3),
         axis.receive(got, (rank - 1) % size, "activation", 3),
     ]
@@ -61,6 +63,7 @@ def every_collective(world: wire.World, count: int) -> dict[str, Tensor | list |
         "uneven gather": pieces,
         "uneven scatter": cut,
         "broadcast": told,
+        "reduce": added,
         "receive": got,
         "collect": axis.collect([rank, 0.5]),
         "data": mesh["data"].collect([rank]),

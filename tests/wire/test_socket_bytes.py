@@ -31,6 +31,7 @@ def test_socket_counters_and_the_ledger_agree_within_one_per_cent() -> None:
         "reduce_scatter",
         "all_to_all",
         "broadcast",
+        "reduce",
         "send",
     }
     assert [row for row in rows if abs(row["ratio"] - 1) > 0.01] == []

@@ -74,10 +74,7 @@ def all_reduce(channel: Channel, tensor: Tensor, signature: str, codec: Codec | 
     received = tensor.new_empty(mine.numel() * channel.size)
     yield from _exchange(channel, exchange, received, tensor, [mine.numel()] * channel.size, splits, codec)
     parts = received.view(channel.size, -1)
-    if tensor.dtype in (torch.bfloat16, torch.float16):
-        mine.copy_(sum_in_order(torch.empty_like(mine, dtype=torch.float32), parts))
-    else:
-        sum_in_order(mine, parts)
+    _sum_once(mine, parts)
     if codec is None:
         yield channel.all_gather(gather, tensor, mine, splits, later=True)
         return
@@ -112,6 +109,17 @@ def broadcast(channel: Channel, tensor: Tensor, source: int, signature: str, cod
     _decode(codec, payload, [tensor.numel()], tensor)
 
 
+def reduce(channel: Channel, tensor: Tensor, to: int, signature: str, codec: Codec | None) -> Steps:
+    """Rank `to`'s tensor becomes the sum over the ranks: an exchange in which only that rank receives."""
+    slot, root = channel.reserve(signature), channel.index == to
+    gives, takes = [0] * channel.size, [tensor.numel() if root else 0] * channel.size
+    gives[to] = tensor.numel()
+    received = tensor.new_empty(sum(takes))
+    yield from _exchange(channel, slot, received, tensor, takes, gives, codec)
+    if root:
+        _sum_once(tensor, received.view(channel.size, -1))
+
+
 def send(channel: Channel, tensor: Tensor, to: int, tag: int, codec: Codec | None) -> Steps:
     """`tensor` to one rank."""
     yield channel.send(tensor if codec is None else codec.encode(tensor), to, tag)
@@ -138,6 +146,14 @@ def sum_in_order(out: Tensor, parts: Tensor) -> Tensor:
     for part in rest:
         out.add_(part)
     return out
+
+
+def _sum_once(out: Tensor, parts: Tensor) -> None:
+    """out = the sum of the parts in rank order; 16-bit floats are added up in float32 and rounded once."""
+    if out.dtype in (torch.bfloat16, torch.float16):
+        out.copy_(sum_in_order(torch.empty_like(out, dtype=torch.float32), parts))
+    else:
+        sum_in_order(out, parts)
 
 
 def _exchange(

@@ -176,6 +176,19 @@ class Axis:
         signature = self._sign("broadcast", kind, flat, flat.numel(), f"{_form(codec)} from {source}")
         return self._issue("broadcast", kind, sent, algorithms.broadcast(self._channel, flat, source, signature, codec))
 
+    def reduce(self, tensor: Tensor, to: int, kind: str, *, codec: Codec | None = None) -> Work:
+        """Rank `to`'s tensor becomes the sum over the ranks, in rank order; those of the others stay.
+
+        Every other rank sends its own to `to`. 16-bit floats are added up in float32 and rounded once.
+        """
+        flat = _flat(tensor, "tensor")
+        self._rank("reduce", "to", to)
+        if self._channel is None:
+            return self._alone("reduce", kind)
+        sent = formulas.reduce(self.size, _wired(codec, flat.numel(), flat), self.index, to)
+        signature = self._sign("reduce", kind, flat, flat.numel(), f"{_form(codec)} to {to}")
+        return self._issue("reduce", kind, sent, algorithms.reduce(self._channel, flat, to, signature, codec))
+
     def send(self, tensor: Tensor, to: int, kind: str, tag: int = 0, *, codec: Codec | None = None) -> Work:
         """`tensor` to rank `to` of this axis. Messages of one pair and tag arrive in the order sent."""
         flat = arguments.flat(tensor, "tensor")

@@ -65,6 +65,11 @@ def broadcast(size: int, nbytes: int, index: int = 0) -> int:
     return share((size - 1) * nbytes, size, index)
 
 
+def reduce(size: int, nbytes: int, index: int = 0, to: int = 0) -> int:
+    """All of it, at every rank but the one that gets the sum: (size − 1) / size S on average."""
+    return 0 if index == to or size == 1 else nbytes
+
+
 def send(nbytes: int) -> int:
     """All of it, at the sender; a receive counts nothing."""
     return nbytes

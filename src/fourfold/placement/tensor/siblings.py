@@ -14,6 +14,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fourfold.torch_private import storage_key
+from fourfold.wire import UsageError
+
+LAYOUTS = ("out,in", "in,out")
+"""How a weight lies in memory: as that of `torch.nn.Linear`, or transposed (GPT-2's Conv1D)."""
+
 
 class Multiply(Protocol):
     """A matrix product into a given place."""
@@ -26,6 +32,44 @@ class Multiply(Protocol):
 def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
     """out [m, n] = a [m, k] b [k, n], by torch."""
     torch.mm(a, b, out=out)
+
+
+def check(weights: Sequence[Tensor], biases: Sequence[Tensor | None], layout: str) -> None:
+    """Refuse what are no siblings.
+
+    Raises:
+        UsageError: another number of biases than of weights, a weight that is no matrix, or an unknown layout.
+    """
+    if layout not in LAYOUTS:
+        raise UsageError(f"layout of a weight: expected one of {', '.join(map(repr, LAYOUTS))}, found {layout!r}")
+    if not weights or len(weights) != len(biases):
+        raise UsageError(
+            f"siblings: expected one bias (or None) for each weight, found {len(weights)} weights and "
+            f"{len(biases)} biases"
+        )
+    for number, weight in enumerate(weights):
+        if weight.dim() != 2:
+            raise UsageError(f"sibling {number}: expected a matrix for a weight, found {list(weight.shape)}")
+
+
+def flat(x: Tensor) -> Tensor:
+    """[rows, features]; a view where the memory allows it."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def depth(weight: Tensor, turned: bool) -> int:
+    """Input features."""
+    return weight.shape[0 if turned else 1]
+
+
+def widths(weights: Sequence[Tensor], turned: bool) -> list[int]:
+    """Output features of each sibling."""
+    return [weight.shape[1 if turned else 0] for weight in weights]
+
+
+def columns(tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Each sibling's part of the last dim; the tensor itself if there is one sibling."""
+    return (tensor,) if len(sizes) == 1 else tensor.split(list(sizes), -1)
 
 
 def matrices(weights: Sequence[Tensor], turned: bool) -> list[Tensor]:
@@ -43,10 +87,10 @@ def matrices(weights: Sequence[Tensor], turned: bool) -> list[Tensor]:
 def side_by_side(weights: Sequence[Tensor]) -> Tensor | None:
     """One view [ΣN, K] of weights [N, K] that follow each other without a gap in one storage, else None."""
     first = weights[0]
-    storage = first.untyped_storage().data_ptr()
+    storage = storage_key(first)
     end, rows = first.storage_offset(), 0
     for weight in weights:
-        same = weight.untyped_storage().data_ptr() == storage and weight.dtype == first.dtype
+        same = storage_key(weight) == storage and weight.dtype == first.dtype
         if not (same and weight.is_contiguous() and weight.storage_offset() == end):
             return None
         end, rows = end + weight.numel(), rows + weight.shape[0]
@@ -111,9 +155,15 @@ class Trained:
 
 
 def weight_gradients(
-    grad: Tensor, x: Tensor, which: Trained, between: Callable[[], object], pieces: int = 1, mm: Multiply = multiply
-) -> Tensor:
-    """The gradients of all trained weights, one after the other in a flat tensor of ΣN · K.
+    grad: Tensor,
+    x: Tensor,
+    which: Trained,
+    out: Tensor,
+    between: Callable[[], object],
+    pieces: int = 1,
+    mm: Multiply = multiply,
+) -> None:
+    """The gradients of all trained weights, one after the other in the flat tensor `out`.
 
     Args:
         grad: [M, ΣN] of all siblings.
@@ -122,14 +172,33 @@ def weight_gradients(
         pieces: multiplications that each gradient is cut into.
     """
     depth = x.shape[1]
-    flat = x.new_empty(which.columns * depth)
     for first, last, before in which.runs():
-        place, columns = flat[before * depth : (before + last - first) * depth], grad[:, first:last]
-        if which.turned:
-            halves = zip(x.t().chunk(pieces), place.view(depth, last - first).chunk(pieces), strict=True)
-        else:
-            halves = zip(columns.t().chunk(pieces), place.view(last - first, depth).chunk(pieces), strict=True)
-        for left, part in halves:
-            mm(left, columns if which.turned else x, part)
+        place, above = out[before * depth : (before + last - first) * depth], grad[:, first:last]
+        left, right = (x, above) if which.turned else (above, x)
+        rows = place.view(left.shape[1], right.shape[1])
+        if pieces == 1:
+            mm(left.t(), right, rows)
             between()
-    return flat
+            continue
+        for some, part in zip(left.t().chunk(pieces), rows.chunk(pieces), strict=True):
+            mm(some, right, part)
+            between()
+
+
+def present(given: Sequence[Tensor | None]) -> list[Tensor]:
+    """Those that are not None."""
+    return [one for one in given if one is not None]
+
+
+def dealt(tensor: Tensor, shapes: Sequence[Sequence[int] | None]) -> list[Tensor | None]:
+    """Views of a flat tensor in these shapes, one after the other; None where there is none."""
+    found: list[Tensor | None] = []
+    first = 0
+    for shape in shapes:
+        if shape is None:
+            found.append(None)
+            continue
+        numel = torch.Size(shape).numel()
+        found.append(tensor[first : first + numel].view(*shape))
+        first += numel
+    return found
