@@ -181,8 +181,8 @@ class Axis:
 
         Every other rank sends its own to `to`. 16-bit floats are added up in float32 and rounded once.
         """
-        flat = _flat(tensor, "tensor")
-        self._rank("reduce", "to", to)
+        flat = arguments.flat(tensor, "tensor")
+        arguments.member(self, "reduce", "to", to)
         if self._channel is None:
             return self._alone("reduce", kind)
         sent = formulas.reduce(self.size, _wired(codec, flat.numel(), flat), self.index, to)
