@@ -104,6 +104,8 @@ class Placed:
         for unit in self._outer:
             unit.ready()
         with ExitStack() as stack, reads_explained(self.options.shard):
+            if self.split is not None:
+                stack.enter_context(self.split.scope.around())
             if position is not None and self.anatomy.dropouts:
                 stack.enter_context(randomness.at(self._located(position)))
                 stack.enter_context(randomness.inside(self.model, ""))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import count
 from typing import Any
 
 from torch import Tensor, nn
 
 from fourfold.placement.cut import Share
 from fourfold.placement.tensor.executor import Executor, Switch
-from fourfold.torch_private import leaves, map_leaves
+from fourfold.placement.tensor.logits import SplitLogits
+from fourfold.torch_private import map_leaves
 from fourfold.wire import Axis, ops
 
 
@@ -48,21 +52,63 @@ def _has_features(value: Any, count: int) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.shape[-1:] == (count,)
 
 
+class LossScope:
+    """Around one call of a user's loss: what the model returns in it stays in parts, and the loss sees it whole.
+
+    The mode that does this is entered when the model has returned, so that the model's own forward pays nothing.
+    """
+
+    def __init__(self) -> None:
+        self._mode: SplitLogits | None = None
+        self._stack = ExitStack()
+        self._entered = False
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """For the time of one loss."""
+        with ExitStack() as self._stack:
+            self._mode, self._entered = SplitLogits(), False
+            try:
+                yield
+            finally:
+                self._mode = None
+
+    @contextmanager
+    def of_model(self) -> Iterator[None]:
+        """For the time of the model's own forward, to which tensors are what they are."""
+        with nullcontext() if self._mode is None else self._mode.paused():
+            yield
+
+    def whole(self, part: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
+        """What the model returns of a tensor whose last dim is cut: marked for a loss, gathered for anybody else."""
+        if self._mode is None:
+            return ops.gather_cut(part, axis, sizes=sizes)
+        if not self._entered:
+            self._stack.enter_context(self._mode)
+            self._entered = True
+        self._mode.mark(part, axis, sizes)
+        return part
+
+
 class RootExecutor(Executor):
     """The whole model: what it returns is whole, for whoever reads it.
 
     Attributes:
         outputs: by place among the floating tensors that it returns, the axis over which its features lie and how.
+        scope: of the loss that calls it.
     """
 
-    def __init__(self, switch: Switch, module: nn.Module, outputs: dict[int, tuple[Axis, Share]]) -> None:
+    def __init__(
+        self, switch: Switch, module: nn.Module, outputs: dict[int, tuple[Axis, Share]], scope: LossScope
+    ) -> None:
         super().__init__(switch, module)
-        self.outputs = outputs
+        self.outputs, self.scope = outputs, scope
 
     def on_blocks(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model, and gather its outputs."""
-        found = self.inner(*args, **kwargs)
-        places = iter(range(sum(1 for _ in leaves(found))))
+        """Call the model, and see to its outputs."""
+        with self.scope.of_model():
+            found = self.inner(*args, **kwargs)
+        places = count()
 
         def whole(value: Any) -> Any:
             if not isinstance(value, Tensor) or not value.is_floating_point():
@@ -71,7 +117,7 @@ class RootExecutor(Executor):
             if place not in self.outputs:
                 return value
             axis, share = self.outputs[place]
-            return ops.gather_cut(value, axis, sizes=extents(share))
+            return self.scope.whole(value, axis, extents(share))
 
         return map_leaves(whole, found)
 

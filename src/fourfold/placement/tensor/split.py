@@ -25,7 +25,7 @@ from fourfold.placement.tensor.experts import refuse as refuse_experts
 from fourfold.placement.tensor.heads import Counts, Patch, patches
 from fourfold.placement.tensor.linears import ConvolutionExecutor, LinearExecutor, Siblings
 from fourfold.placement.tensor.norms import NormExecutor
-from fourfold.placement.tensor.regions import RootExecutor, WholeExecutor
+from fourfold.placement.tensor.regions import LossScope, RootExecutor, WholeExecutor
 from fourfold.placement.tensor.rehearsal import Stage
 from fourfold.placement.tensor.tables import TableExecutor
 from fourfold.plan.grid import Grid
@@ -44,6 +44,7 @@ class Split:
         mesh: this rank's, or a dry one.
         dealing: the cuts of all weights.
         overlap: sums of input gradients travel while weight gradients are computed.
+        scope: of the loss that is being computed.
         outputs: by place among the floating tensors that the model returns, the axis of their features and how many
             they are in the whole model. Found by `rehearse`.
         dropped: by site, how the tensors that dropouts take are cut. Found by `rehearse`.
@@ -55,6 +56,7 @@ class Split:
     dealing: Dealing
     overlap: bool = True
     switch: Switch = field(default_factory=Switch)
+    scope: LossScope = field(default_factory=LossScope)
     assembly: Assembly = field(init=False)
     outputs: dict[int, tuple[str, int]] = field(default_factory=dict)
     dropped: dict[str, tuple[randomness.Cut, ...]] = field(default_factory=dict)
@@ -81,8 +83,9 @@ class Split:
                 if axis is not None and self.mesh[axis].size > 1:
                     self.outputs[place] = axis, shape[-1]
             self.widths = whole.widths
-            _, model = self._dry(Ledger())
-            local = rehearsal.run(model, stage.loss, stage.inputs(), self.anatomy, opaque)
+            split, model = self._dry(Ledger())
+            with split.scope.around():
+                local = rehearsal.run(model, stage.loss, stage.inputs(), self.anatomy, opaque)
         rehearsal.compare(whole, local, self.dealing, self.mesh.coordinates)
         self.dropped = rehearsal.cuts(whole, local, self.anatomy, self.dealing, self.mesh.coordinates)
 
@@ -101,7 +104,8 @@ class Split:
                     block = model.get_submodule(path)
                     block.forward = partial(checkpoint, block.forward, use_reentrant=False)
                 split.watch_partial(dict(model.named_parameters()))
-                total, _ = stage.loss(model, stage.inputs())
+                with split.scope.around():
+                    total, _ = stage.loss(model, stage.inputs())
                 total.backward()
 
     def _dry(self, ledger: Ledger) -> tuple[Split, nn.Module]:
@@ -110,7 +114,7 @@ class Split:
         mesh = dry_mesh({"x": x.size, "y": y.size}, x.index + x.size * y.index, ledger)
         shapes = {name: block.shape for name, block in self.assembly.blocks().items()}
         model = self._stage.twin(shapes)
-        split = dataclasses.replace(self, mesh=mesh, switch=Switch(), _patches=[])
+        split = dataclasses.replace(self, mesh=mesh, switch=Switch(), scope=LossScope(), _patches=[])
         split.attach(model)
         split.attach_root(model, self.outputs)
         return split, model
@@ -144,7 +148,7 @@ class Split:
         """Make the model's outputs whole: by place, the axis and the number of their features."""
         cut = {place: (self.mesh[axis], self.dealing.evenly(size, axis)) for place, (axis, size) in outputs.items()}
         if cut:
-            RootExecutor(self.switch, model, cut)
+            RootExecutor(self.switch, model, cut, self.scope)
 
     def install(self, model: nn.Module) -> None:
         """Take over a model whose weights are blocks by now; it has been rehearsed."""
