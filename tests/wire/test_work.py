@@ -46,6 +46,46 @@ def test_rounds_run_one_after_another_and_only_when_the_last_is_done() -> None:
     assert (first.waited, second.waited) == (1, 1)
 
 
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_proceed_waits_for_the_first_of_two_rounds_only(rounds: int) -> None:
+    transfers = [Slow() for _ in range(rounds)]
+
+    def steps():
+        yield from transfers
+
+    work = Work("all_reduce", "gradient", 0, 1, steps(), None, rounds)
+    for _ in range(3):
+        work.proceed()
+        assert [one.waited for one in transfers] == [1, 0][-rounds:]
+    assert not work.done and (work.exposed > 0) == (rounds == 2)
+    work.wait()
+    assert [one.waited for one in transfers] == [1] * rounds
+    work.proceed()
+    assert work.done
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_of_thread_ranks_have_two_rounds(size: int) -> None:
+    def body(world: wire.World) -> list[float]:
+        axis = wire.Mesh(world, {"data": size})["data"]
+        tensors = [torch.full((4,), float(axis.index + n)) for n in range(2)]
+        works = [axis.all_reduce(tensor, "gradient") for tensor in tensors]
+        for work in works:
+            work.proceed()
+            assert not work.done
+        for work in works:
+            work.wait()
+        gathered = torch.empty(size)
+        single = axis.all_gather(gathered, torch.ones(1), "weight")
+        single.proceed()
+        assert axis.under_way == 1, "one round: nothing to begin"
+        single.wait()
+        return [tensor[0].item() for tensor in tensors]
+
+    total = float(sum(range(size)))
+    assert wire.threads.launch(size, body) == [[total, total + size]] * size
+
+
 def test_an_error_is_raised_once_and_ends_the_work() -> None:
     def steps():
         yield Slow()

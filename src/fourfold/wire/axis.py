@@ -84,7 +84,8 @@ class Axis:
         signature = self._sign("all_reduce", kind, flat, flat.numel(), _form(codec))
         # A dry sum is the tensor as it is; its two rounds would mix it with parts that were never there.
         steps = algorithms.all_reduce(self._channel, flat, signature, None if self.dry else codec)
-        return self._issue("all_reduce", kind, sent, steps)
+        composed = codec is not None or not self._channel.native_all_reduce
+        return self._issue("all_reduce", kind, sent, steps, rounds=2 if composed else 1)
 
     def all_gather(
         self,
@@ -248,6 +249,11 @@ class Axis:
         if self.world.watch is not None:
             self.world.watch.enter(self.ledger.step, self.name, work.op, work.number)
 
+    def resumed(self, work: Work) -> None:
+        """The caller goes on; `work` has another round."""
+        if self.world.watch is not None:
+            self.world.watch.leave(self.ledger.step, self.name, work.op, work.number)
+
     def finished(self, work: Work) -> None:
         """Results are in place."""
         self._under_way.discard(work)
@@ -281,14 +287,15 @@ class Axis:
 
     # ---- inside
 
-    def _issue(self, op: str, kind: str, nbytes: int, steps: Steps) -> Work:
+    def _issue(self, op: str, kind: str, nbytes: int, steps: Steps, rounds: int = 1) -> Work:
         arguments.kind(kind)
         self.calls += 1
         self.ledger.send(self.name, kind, op, nbytes)
         assert self._channel is not None
         if self.world.watch is not None:
             self.world.watch.issue(self.ledger.step, self.name, op, self.calls)
-        work = Work(op, kind, nbytes, self.calls, self._channel.driven(steps), self)
+        driven = self._channel.driven(steps)
+        work = Work(op, kind, nbytes, self.calls, driven, self, rounds if driven is steps else 1)
         if not work.done:
             self._under_way.add(work)
         return work

@@ -29,6 +29,10 @@ class Observer(Protocol):
         """The caller blocks in it."""
         ...
 
+    def resumed(self, work: Work) -> None:
+        """The caller goes on; the work is not finished."""
+        ...
+
     def finished(self, work: Work) -> None:
         """Its results are in place."""
         ...
@@ -43,21 +47,29 @@ class Work:
 
     `advance` lets a collective of several rounds (an all-reduce: exchange, sum, gather) start its next round while
     the caller computes on. Rounds carry their own tags, so ranks may advance at different moments; only *issuing*
-    must happen in the same order on every rank.
+    must happen in the same order on every rank. Where a backend cannot tell what is complete (gloo, of messages), that
+    starts nothing: `proceed` is for a caller that has computed for a while and has as much to compute again.
 
     Attributes:
         op, kind, bytes, number: what is under way, the bytes this rank hands over for it, and which call it is.
         issued, exposed: when it was issued, and how long callers have blocked in `wait` (ns).
     """
 
-    __slots__ = ("_observer", "_pending", "_steps", "bytes", "exposed", "issued", "kind", "number", "op")
+    __slots__ = ("_observer", "_pending", "_rounds", "_steps", "bytes", "exposed", "issued", "kind", "number", "op")
 
     def __init__(
-        self, op: str, kind: str, nbytes: int, number: int, steps: Steps | None, observer: Observer | None
+        self,
+        op: str,
+        kind: str,
+        nbytes: int,
+        number: int,
+        steps: Steps | None,
+        observer: Observer | None,
+        rounds: int = 1,
     ) -> None:
         self.op, self.kind, self.bytes, self.number = op, kind, nbytes, number
         self.issued, self.exposed = time.perf_counter_ns(), 0
-        self._steps, self._observer = steps, observer
+        self._steps, self._observer, self._rounds = steps, observer, rounds
         self._pending: Pending | None = None
         if steps is not None:
             self._guarded(self._next)
@@ -80,6 +92,24 @@ class Work:
             self._guarded(self._round)
         return self.done
 
+    def proceed(self) -> None:
+        """Block until the first of two rounds is complete, and begin the second; do nothing in the last round.
+
+        Call it for works in the order in which they were issued, as `wait`.
+
+        Raises:
+            WireError: as `wait`.
+        """
+        if self._pending is None or self._rounds == 1:
+            return
+        began = time.perf_counter_ns()
+        if self._observer is not None:
+            self._observer.waiting(self)
+        self._guarded(self._round)
+        self.exposed += time.perf_counter_ns() - began
+        if self._observer is not None:
+            self._observer.resumed(self)
+
     def wait(self) -> None:
         """Block until the results are in place. Waiting again does nothing.
 
@@ -97,6 +127,7 @@ class Work:
     def _round(self) -> None:
         assert self._pending is not None
         self._pending.wait()
+        self._rounds = max(1, self._rounds - 1)
         self._next()
 
     def _next(self) -> None:
@@ -113,6 +144,6 @@ class Work:
             raise self._observer.failed(self, error) from error
         if self._pending is None:
             self._steps = None
-            self.exposed = 0 if began is None else time.perf_counter_ns() - began
+            self.exposed += 0 if began is None else time.perf_counter_ns() - began
             if self._observer is not None:
                 self._observer.finished(self)

@@ -86,6 +86,24 @@ def test_collectives_under_way_at_each_multiplication(
     assert under_way(monkeypatch, sizes, options) == wanted
 
 
+@pytest.mark.parametrize(("size", "calls"), [(2, []), (3, ["all_reduce"])])
+def test_the_second_round_of_a_sum_is_begun_when_half_of_the_gradients_are_computed(
+    monkeypatch: pytest.MonkeyPatch, size: int, calls: list[str]
+) -> None:
+    seen: list[tuple[int, str]] = []
+    proceed = wire.Work.proceed
+
+    def watched(work: wire.Work) -> None:
+        seen.append((this_rank(), work.op))
+        assert not work.done
+        proceed(work)
+        assert not work.done
+
+    monkeypatch.setattr(wire.Work, "proceed", watched)
+    wire.threads.launch(size, body, {"y": size}, {}, {})
+    assert [op for rank, op in seen if rank == 0] == calls
+
+
 @pytest.mark.parametrize(("overlap", "wanted"), [(True, [2, 2, 4, 4, 2, 2]), (False, [0] * 6)])
 def test_summa_sends_panels_while_it_multiplies_others(
     monkeypatch: pytest.MonkeyPatch, overlap: bool, wanted: list[int]

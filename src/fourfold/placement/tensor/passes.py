@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -130,7 +131,9 @@ def _whole(
         work = output.all_reduce(dx, kind)
         if not call.overlap:
             work.wait()
-        _parameters(above, None if x is None else flat(x), wanted, call, dw, db)
+        # A sum among more than two ranks has a second round, which is begun when half of them are computed.
+        halfway = work.proceed if output.size > 2 else None
+        _parameters(above, None if x is None else flat(x), wanted, call, dw, db, halfway)
         work.wait()
     else:
         _parameters(above, None if x is None else flat(x), wanted, call, dw, db)
@@ -176,14 +179,19 @@ def _input_gradient(grad: Tensor, weights: list[Tensor], out: Tensor, call: Call
     siblings.input_gradient(grad, siblings.matrices(weights, call.turned), out, kernels.of(call.kernels))
 
 
-def _parameters(grad: Tensor, x: Tensor | None, wanted: Wanted, call: Call, dw: Tensor, db: Tensor) -> None:
-    """Fill the gradients of weights and biases."""
-    output = axis_of(call.output)
+def _parameters(
+    grad: Tensor,
+    x: Tensor | None,
+    wanted: Wanted,
+    call: Call,
+    dw: Tensor,
+    db: Tensor,
+    halfway: Callable[[], object] | None = None,
+) -> None:
+    """Fill the gradients of weights and biases; `halfway` is called when half of the weights' are computed."""
     if x is not None:
-        # A sum among more than two ranks has a second round, which a call between two halves starts.
-        pieces = 2 if output.size > 2 and call.rows is None else 1
         which = siblings.Trained(wanted.widths, wanted.trained, call.turned)
-        siblings.weight_gradients(grad, x, which, dw, output.advance, pieces, kernels.of(call.kernels))
+        siblings.weight_gradients(grad, x, which, dw, halfway, kernels.of(call.kernels))
     if any(wanted.biased):
         places = iter(siblings.columns(db, [n for n, one in zip(wanted.widths, wanted.biased, strict=True) if one]))
         for part, one in zip(siblings.columns(grad, wanted.widths), wanted.biased, strict=True):

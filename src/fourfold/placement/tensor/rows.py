@@ -160,7 +160,8 @@ def multiply_sum(full: Tensor, out: Tensor, product: Product, axis: Axis, kind: 
     leaving: list[Work] = []
     for rows, place in zip(full.split(shares(len(full), chunks)), out.split(shares(len(full), chunks)), strict=True):
         product(rows, place)
-        axis.advance()
+        if leaving:
+            leaving[-1].proceed()
         if len(rows):
             leaving.append(axis.all_reduce(place, kind))
     for work in leaving:

@@ -159,8 +159,7 @@ def weight_gradients(
     x: Tensor,
     which: Trained,
     out: Tensor,
-    between: Callable[[], object],
-    pieces: int = 1,
+    halfway: Callable[[], object] | None = None,
     mm: Multiply = multiply,
 ) -> None:
     """The gradients of all trained weights, one after the other in the flat tensor `out`.
@@ -168,21 +167,21 @@ def weight_gradients(
     Args:
         grad: [M, ΣN] of all siblings.
         x: [M, K], what they read.
-        between: called after each multiplication, so that a collective under way can go on.
-        pieces: multiplications that each gradient is cut into.
+        halfway: called when half of them are there, so that a collective under way can go on.
     """
     depth = x.shape[1]
+    products = []
     for first, last, before in which.runs():
         place, above = out[before * depth : (before + last - first) * depth], grad[:, first:last]
         left, right = (x, above) if which.turned else (above, x)
-        rows = place.view(left.shape[1], right.shape[1])
-        if pieces == 1:
-            mm(left.t(), right, rows)
-            between()
-            continue
-        for some, part in zip(left.t().chunk(pieces), rows.chunk(pieces), strict=True):
-            mm(some, right, part)
-            between()
+        products.append((left.t(), right, place.view(left.shape[1], right.shape[1])))
+    if halfway is not None and len(products) == 1:
+        left, right, place = products.pop()
+        products += [(some, right, part) for some, part in zip(left.chunk(2), place.chunk(2), strict=True)]
+    for number, (left, right, place) in enumerate(products, start=1):
+        mm(left, right, place)
+        if halfway is not None and number == (len(products) + 1) // 2:
+            halfway()
 
 
 def present(given: Sequence[Tensor | None]) -> list[Tensor]:
