@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from fourfold.planner.tuner import FIRST, tune
+from fourfold.planner.tuner import tune
 
 POINTS = [(float(x), float(y)) for x, y in product(range(20), range(20))]
 

@@ -1,8 +1,8 @@
 """The Frontier recipe: tensor ranks in a node, stages across, replicas outside, and knobs found by a search.
 
 The search runs over tensor ranks, stages, rows of a micro-batch, accumulation steps and whether optimizer states are
-sharded (ZeRO-1), where out of memory is a failure. The grid is simulated: what a point costs comes from closed forms, on
-the catalogue's Frontier.
+sharded (ZeRO-1), where out of memory is a failure. The grid is simulated: what a point costs comes from closed forms,
+on the catalogue's Frontier.
 """
 
 from __future__ import annotations
