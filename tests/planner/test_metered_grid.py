@@ -28,8 +28,7 @@ TALLIES = "control"
 
 @pytest.fixture(scope="module")
 def models():
-    shape = {"context": LENGTH, "layers": LAYERS, "width": WIDTH, "heads": HEADS}
-    return {vocabulary: gpt.GPT(gpt.Config(vocabulary=vocabulary, **shape)) for vocabulary in (LARGE, SMALL)}
+    return {vocabulary: gpt.GPT(gpt.Config(vocabulary, LENGTH, LAYERS, WIDTH, HEADS)) for vocabulary in (LARGE, SMALL)}
 
 
 def metered(model, grid, microbatches, recompute):
