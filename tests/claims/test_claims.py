@@ -51,5 +51,5 @@ def test_what_cannot_be_run_here_stands_beside_and_is_not_judged():
 def test_names_are_files_and_unknown_ones_are_refused():
     assert {"data_parallel", "selective_recompute", "zero"} <= set(recipes.names())
     assert not any(name.startswith("_") for name in recipes.names())
-    with pytest.raises(ValueError, match="no recipe is called 'zoro'; there are: data_parallel"):
+    with pytest.raises(ValueError, match="no recipe is called 'zoro'; there are: .*data_parallel"):
         recipes.reproduce(["zoro"])

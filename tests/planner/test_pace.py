@@ -46,7 +46,7 @@ def test_an_input_gradients_sum_hides_behind_the_weight_gradient():
     fast = dataclasses.replace(SLOW, inter=Link("fast", 0.0, 1e13))
     slow = dataclasses.replace(SLOW, inter=Link("slow", 0.0, 1e7))
     rows, grid = 4096, Factors(1, 8)
-    job = Job(rows=rows, loss=False)
+    job = Job(rows=rows)
     quick, late = (Pace(Tolls(network, grid, job), cluster, Counted()) for cluster in (fast, slow))
     assert quick.timing().exposed.get("y", 0) == 0
     product = 2 * rows * 4096 * 512 / (989e12 * 0.6)

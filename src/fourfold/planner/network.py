@@ -1,10 +1,11 @@
-"""A network as numbers, for closed forms: its linear layers, heads, norms and vocabulary. No torch, no tracing."""
+"""A network as numbers, for closed forms: its linear layers, heads, norms and vocabulary. Nothing is traced."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
 
+from fourfold.placement.tensor.dealing import SMALL_TABLE
 from fourfold.wire.formulas import shares
 
 
@@ -183,6 +184,11 @@ class Network:
         return Linear("head", Band(self.hidden), (Band(self.vocabulary),), bias=False)
 
     @property
+    def positions_cut(self) -> bool:
+        """The table of positions lies over y as that of tokens does; much smaller ones lie whole on every rank."""
+        return self.positions * SMALL_TABLE > self.vocabulary
+
+    @property
     def parameters(self) -> int:
         """Logical elements."""
         whole = {"x": 1, "y": 1}, {"x": 0, "y": 0}
@@ -201,5 +207,7 @@ class Network:
         columns = Band(self.hidden).local(sizes["x"], at["x"])
         rows = Band(self.vocabulary).local(sizes["y"], at["y"])
         shapes: list[tuple[int, ...]] = [(rows, columns)] * (1 if self.tied else 2)
-        shapes += [(self.positions, columns)] if self.positions else []
+        if self.positions:
+            rows = Band(self.positions).local(sizes["y"], at["y"]) if self.positions_cut else self.positions
+            shapes.append((rows, columns))
         return shapes + [(columns,)] * (self.statistics if self.norms else 0)

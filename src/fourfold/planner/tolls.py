@@ -66,7 +66,8 @@ class Job:
         recompute: "none", "selective" (the attention core; sends nothing) or "full": forward's sums once more.
         shard: what stays cut over z between uses: "parameters", "gradients" or "optimizer".
         kept: blocks, from the last, whose gathered weights stay until backward, which begins there.
-        loss: the head is followed by a cross-entropy on the split vocabulary.
+        logits: what the loss does with them: "cut", a cross-entropy on the split vocabulary, or "whole": they are
+            gathered over y, for a loss of any kind.
         flash: attention keeps no scores.
         overlap: gathers, scatters and input-gradient sums run beside compute.
     """
@@ -79,7 +80,7 @@ class Job:
     recompute: str = "none"
     shard: str = "parameters"
     kept: int = 1
-    loss: bool = True
+    logits: str = "cut"
     flash: bool = True
     overlap: bool = True
 
@@ -229,13 +230,18 @@ class Tolls:
         """Embedding, last norm, head and loss."""
         network, job = self.network, self.job
         columns = network.vocabulary_linear.local(self.sizes, self.places)[0]
-        yield replace(self._once("embedding", "y", tokens * columns, job.itemsize, times), kind="embedding")
+        looked_up = (tokens, *((network.sequence,) if network.positions_cut else ()))
+        for places in looked_up:
+            yield replace(self._once("embedding", "y", places * columns, job.itemsize, times), kind="embedding")
         if network.norms:
             yield self._once("norms", "x", network.statistics * tokens, job.statistic, times)
             yield self._back("norms", "x", network.statistics * tokens, job.statistic, times)
         yield from self._linear(network.vocabulary_linear, tokens, times, again=False)
-        if job.loss:
+        if job.logits == "cut":
             yield self._once("loss", "y", LOSS_VALUES * tokens, job.statistic, times)
+        else:  # each rank sends its part to all others; parts may differ
+            whole = tokens * network.vocabulary_linear.local(self.sizes, self.places)[1] * self.grid.y
+            yield replace(self._once("loss", "y", whole, job.itemsize, times), op="all_gather")
 
     def _linear(self, linear: Linear, tokens: int, times: int, *, again: bool = True) -> Iterator[Toll]:
         inputs, outputs = linear.local(self.sizes, self.places)
