@@ -93,8 +93,9 @@ def disturbed(model: Any) -> Any:
     return model
 
 
+@functools.cache
 def serial(work: Work) -> Outcome:
-    """A plain process."""
+    """A plain process; taken once for equal work (of the same model object), however many plans it is compared with."""
     model, outcome = work.fresh(), Outcome()
     anatomy = survey(model, work.loss, work.batch(0))
     for path in anatomy.blocks:

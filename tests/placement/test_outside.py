@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -65,14 +67,16 @@ class Lends(nn.Module):
         return self.head(x)
 
 
+@functools.cache
 def lends() -> nn.Module:
     torch.manual_seed(0)
     return disturbed(Lends().double())
 
 
+@functools.cache
 def hooked() -> nn.Module:
     """A hook of a block runs when the block's weights have gone."""
-    model: Any = lends()
+    model: Any = copy.deepcopy(lends())
     model.blocks[1].register_forward_hook(lambda block, args, result: result * block[0].bias)
     return model
 
@@ -155,6 +159,12 @@ class Asides(Lends):
         return self.head(x)
 
 
+@functools.cache
+def asides(kind: type[Aside], early: bool) -> nn.Module:
+    torch.manual_seed(0)
+    return disturbed(Asides(kind, early=early).double())
+
+
 def with_asides(model: Any, batch: dict[str, Tensor]) -> Any:
     total, count = cross_entropy(model, batch)
     return total + sum(block.aside for block in model.blocks), count
@@ -173,8 +183,7 @@ def asides_alone(model: Any, batch: dict[str, Tensor]) -> Any:
 def test_activations_that_leave_a_block_beside_its_result(
     kind: type[Aside], loss: Loss, early: bool, recompute: str
 ) -> None:
-    torch.manual_seed(0)
-    work = Work(disturbed(Asides(kind, early=early).double()), steps=2, loss=loss)
+    work = Work(asides(kind, early), steps=2, loss=loss)
     expected = serial(work)
     for found in on_threads(work, plan_of("parameters", 3, recompute)):
         assert_equal(found, expected)
@@ -202,8 +211,7 @@ def test_router_logits_of_a_stock_mixture_of_experts(recompute: str) -> None:
 
 
 def test_a_compiled_block_is_entered_beside_its_result() -> None:
-    torch.manual_seed(0)
-    work = Work(disturbed(Asides(Aside, early=False).double()), steps=2, loss=asides_alone)
+    work = Work(asides(Aside, early=False), steps=2, loss=asides_alone)
     expected = serial(work)
 
     def compiled(run: Run) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from math import inf
 from typing import Any
 
@@ -21,15 +22,15 @@ ZERO3 = {"z": 3, "shard": "parameters", "precision": "fp64"}
 LEVELS = [{"data": 3, "precision": "fp64"}, {**ZERO3, "shard": "optimizer"}, ZERO3, {**ZERO3, "recompute": "full"}]
 
 
+def keep_three(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith(("contract.weight", "contract.bias", "norm.weight")))
+
+
 @pytest.mark.parametrize("placement", LEVELS)
 def test_frozen_weights_are_needed_after_the_last_trained_one_has_its_gradient(placement: dict[str, Any]) -> None:
     """As under LoRA: the first linear of a block is frozen, so its weight is read when all gradients are there."""
-
-    def freeze(model: nn.Module) -> None:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name.endswith(("contract.weight", "contract.bias", "norm.weight")))
-
-    work = Work(gpt(0.2), prepare=freeze)
+    work = Work(gpt(0.2), prepare=keep_three)
     expected = serial(work)
     for found in on_threads(work, {"placement": placement, "schedule": {"microbatches": 2}}):
         assert_equal(found, expected)
@@ -66,10 +67,15 @@ class Shy(nn.Module):
         return self.plain(tokens) * self.scale
 
 
+@functools.cache
+def shy() -> Shy:
+    torch.manual_seed(3)
+    return Shy(gpt(0.2))
+
+
 @pytest.mark.parametrize("placement", LEVELS)
 def test_unused_and_scalar_weights(placement: dict[str, Any]) -> None:
-    torch.manual_seed(3)
-    work = Work(Shy(gpt(0.2)))
+    work = Work(shy())
     expected = serial(work)
     for found in on_threads(work, {"placement": placement}):
         assert_equal(found, expected)

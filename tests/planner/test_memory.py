@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 
 import pytest
@@ -76,7 +77,9 @@ CASES = {
 }
 
 
-def forecast(build, loss, batch) -> Account:
+@functools.cache
+def forecast(name: str) -> Account:
+    build, loss, batch = CASES[name]
     rows = len(next(iter(batch.values())))
     settings = Settings(rows, streams=False)
     traces = Traces(Subject(build, loss, {name: tensor[:2] for name, tensor in batch.items()}, rows))
@@ -103,18 +106,17 @@ def measure(build, loss, batch) -> int:
 
 @pytest.mark.parametrize("name", CASES)
 def test_forecast_is_within_five_percent_of_the_allocator(name):
-    said = forecast(*CASES[name]).highest
+    said = forecast(name).highest
     assert said / measure(*CASES[name]) == pytest.approx(1, abs=0.05)
 
 
 def test_without_the_workspace_a_convnet_would_be_wrong():
     """The term earns its place: what a trace sees of a convnet's peak falls short."""
-    build, loss, batch = CASES["convnet"]
-    account = forecast(build, loss, batch)
+    account = forecast("convnet")
     assert account.peak["kernel workspace"] > 0.02 * account.highest
 
 
 def test_categories_add_up_to_the_peak():
-    account = forecast(*CASES["gpt"])
+    account = forecast("gpt")
     assert sum(account.peak.values()) == account.highest
     assert account.when == "backward of the head"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -96,6 +97,12 @@ def work_of(net: Net, rows: int = 6, sequence: int = 12) -> Work:
     return Work(disturbed(net.double()), rows=rows, sequence=sequence, steps=3)
 
 
+@functools.cache
+def work_with(make: str) -> Work:
+    torch.manual_seed(0)
+    return work_of(NETS[make]())
+
+
 @pytest.mark.parametrize("make", NETS)
 @pytest.mark.parametrize(
     "plan",
@@ -107,8 +114,7 @@ def work_of(net: Net, rows: int = 6, sequence: int = 12) -> Work:
     ids=["2", "3 recomputed", "2 sharded"],
 )
 def test_equal_to_one_process(make: str, plan: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    work = work_of(NETS[make]())
+    work = work_with(make)
     anatomy = survey(work.model, work.loss, work.batch(0))
     assert anatomy.layouts and anatomy.inexact == ()
     expected = serial(work)
@@ -118,8 +124,7 @@ def test_equal_to_one_process(make: str, plan: dict[str, Any]) -> None:
 
 def test_without_the_survey_masks_would_differ() -> None:
     """The control: the same model, its rows taken to be in dim 0."""
-    torch.manual_seed(0)
-    work = work_of(encoder())
+    work = work_with("encoder")
     expected = serial(work)
 
     def blind(world: wire.World) -> list[float]:
