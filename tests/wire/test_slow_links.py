@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import struct
@@ -217,3 +218,20 @@ def test_without_the_right_the_error_says_what_is_missing(monkeypatch: pytest.Mo
     monkeypatch.setattr(namespace, "create", refused)
     with pytest.raises(SlowLinksError, match="the right to make network namespaces; run as root"):
         SlowLinks(2, 1e6).__enter__()
+
+
+def test_plans_run_beside_one_another_on_slow_links() -> None:
+    benchmark = Path(__file__).parents[2] / "benchmarks" / "slow_grid.py"
+    small = ["--rounds", "1", "--layers", "1", "--width", "64", "--vocabulary", "64", "--megabits", "100"]
+    done = subprocess.run(
+        [sys.executable, str(benchmark), "--suite", "sharding", *small], capture_output=True, text=True, timeout=240
+    )
+    if done.returncode == 2:  # no right to have links, or a machine too busy for links that are what they claim
+        assert done.stderr.startswith("slow_grid: ") and ("links" in done.stderr), done.stderr
+        return
+    assert done.returncode in (0, 1), done.stderr
+    result = json.loads(done.stdout[done.stdout.index("\n{\n") :])
+    assert [one["plan"] for one in result["plans"]] == ["data", "zero-3", "zero-1"]
+    assert [one["forecast bytes ÷ counted"] for one in result["plans"]] == [1.0] * 3
+    assert [one["row"] for one in result["rows"]] == ["data ÷ zero-3 >= 1", "zero-1 ÷ zero-3 >= 1"]
+    assert "goodput" in result["links"]
