@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 NEW_NETWORK = 0x40000000
-DEVICE, MTU = "link", 9000
-"""Name of the device in every namespace; bytes of a segment, as in a cluster with jumbo frames."""
+DEVICE, MTU = "link", 16_000
+"""Name of the device in every namespace, and bytes of its largest packet. With 9,000 the switch takes a third more CPU;
+with 64,000 eight connections take turns so coarsely that a rank that begins an exchange 2 ms late ends it 15 late."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
-_TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
-_TUN, _NO_INFO, _VNET_HEADER = 0x0001, 0x1000, 0x4000
-_CHECKSUM, _SEGMENTS = 0x01, 0x02
+_TUNSETIFF = 0x400454CA
+_TUN, _NO_INFO = 0x0001, 0x1000
 _SET_FLAGS, _SET_ADDRESS, _SET_MASK, _SET_MTU = 0x8914, 0x8916, 0x891C, 0x8922
 _UP = 0x1
 _PARENT_DEATH_SIGNAL = 1
@@ -110,8 +110,7 @@ def _device(address: str) -> int:
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         name = DEVICE.encode()
-        fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", name, _TUN | _NO_INFO | _VNET_HEADER))
-        fcntl.ioctl(device, _TUNSETOFFLOAD, _CHECKSUM | _SEGMENTS)
+        fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", name, _TUN | _NO_INFO))
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
             fcntl.ioctl(control, _SET_FLAGS, struct.pack("16sH22x", b"lo", _UP))
             fcntl.ioctl(control, _SET_MTU, struct.pack("16si20x", name, MTU))
