@@ -96,18 +96,15 @@ def attention(reading: Reading, op: Op) -> None:
 
 
 def _head(reading: Reading, op: Op, ref: Ref, lead: Spread, heads: int) -> None:
-    """A query, key or value beside the one that leads: its heads lie over the same axis, or it is a single head."""
+    """A query, key or value beside the one that leads: its heads lie over the same axis, or it has one for all."""
     spread = reading.spread(ref)
     if spread is None or spread.dim is None:
         return
-    if spread.dim <= heads:
-        reading.keep(spread)
-        if spread.axis is None and lead.axis is not None:
-            reading.trouble(op, f"attention of whole heads and heads over {lead.axis}", [spread, lead])
-    elif ref.shape[heads] == 1 and spread is not lead:
-        reading.keep(spread, ref.shape[spread.dim] * spread.apart)
-    else:
+    reading.keep(spread)
+    if spread.dim > heads:
         reading.crossed(op, spread)
+    elif spread.axis is None and lead.axis is not None and not spread.shared:
+        reading.trouble(op, f"attention of whole heads and heads over {lead.axis}", [spread, lead])
 
 
 def product(reading: Reading, op: Op, terms: list[Term], out: str) -> None:
@@ -122,13 +119,9 @@ def product(reading: Reading, op: Op, terms: list[Term], out: str) -> None:
     result = op.results[0]
     spreads = [(term, spread) for term in terms if (spread := reading.spread(term.ref)) is not None]
     split = [(term, spread, term.letters[spread.dim]) for term, spread in spreads if spread.dim is not None]
-    axes_out = {spread.axis for _, spread, letter in split if letter in out}
-    for term, spread, letter in split:
-        if letter in out or spread.axis not in axes_out:
-            reading.keep(spread)
-        else:  # the key or value of a single head, which all heads share
-            reading.keep(spread, term.ref.shape[term.letters.index(letter)] * spread.apart)
-        if letter not in out and spread.axis not in axes_out:
+    for _, spread, letter in split:
+        reading.keep(spread)
+        if letter not in out:
             reading.crossed(op, spread)
     inside = [(term, spread, letter) for term, spread, letter in split if letter in out]
     axes = {spread.axis for _, spread, _ in inside if spread.axis}
@@ -137,11 +130,13 @@ def product(reading: Reading, op: Op, terms: list[Term], out: str) -> None:
     if not inside:
         return
     # Where keys of fewer heads were repeated, the heads of the queries are the finer ones.
-    term, lead, letter = max(inside, key=lambda found: (found[1].axis is not None, -found[1].together))
+    term, lead, letter = max(
+        inside, key=lambda found: (found[1].axis is not None, not found[1].shared, -found[1].together)
+    )
     for _, spread, where in inside:
         if where != letter and spread.axis is not None and spread.axis == lead.axis:
             reading.trouble(op, f"{op.name} joins features over {lead.axis} that lie in different dims", [lead, spread])
-        elif where == letter and spread.axis is None and lead.axis is not None:
+        elif where == letter and spread.axis is None and lead.axis is not None and not spread.shared:
             reading.trouble(op, f"{op.name} joins whole features with features over {lead.axis}", [lead, spread])
     at = out.index(letter)
     marked = _marked(lead, term.letters.index(letter))

@@ -262,7 +262,7 @@ def joined(reading: Reading, op: Op, shape: tuple[int, ...]) -> Spread | None:
 def _agree(reading: Reading, op: Op, lead: Spread, other: Spread) -> None:
     """Of two tensors that are joined, both are split at the same places."""
     if other.axis is None and lead.axis is not None:
-        if other.dim == lead.dim:
+        if other.dim == lead.dim and not other.shared:
             reading.trouble(op, f"{op.name} joins whole features with features over {lead.axis}", [lead, other])
     elif other.dim != lead.dim and other.axis == lead.axis:
         reading.trouble(op, f"{op.name} joins features over {lead.axis} that lie in different dims", [lead, other])

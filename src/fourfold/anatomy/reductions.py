@@ -113,7 +113,7 @@ _PLACES: dict[str, tuple[int, object]] = {
     **dict.fromkeys(("argmax", "argmin", "any", "all", "var_mean", "std_mean"), (1, ALL)),
     **dict.fromkeys(("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "argsort", "sort"), (1, -1)),
     **dict.fromkeys(("topk", "kthvalue"), (2, -1)),
-    **dict.fromkeys(("norm", "vector_norm"), (2, ALL)),
+    **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm"), (2, ALL)),
     "normalize": (2, 1),
     "layer_norm": (1, -1),
     "rms_norm": (1, -1),

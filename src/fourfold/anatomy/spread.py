@@ -78,6 +78,11 @@ class Spread(NamedTuple):
         """Of the tensor."""
         return tuple(prod(atom.size for atom in dim) for dim in self.dims)
 
+    @property
+    def shared(self) -> bool:
+        """There is one unit only, which every rank of the axis has."""
+        return self.split is not None and self.dims[self.split[0]][self.split[1]].size == 1
+
 
 def plain(size: int) -> Dim:
     """A dim without features."""
@@ -110,6 +115,8 @@ def reshaped(spread: Spread, shape: Sequence[int]) -> Spread | None:
 
 def _taken(waiting: deque[Atom], size: int) -> Dim | None:
     taken = []
+    if size == 1 and waiting and waiting[0].size == 1:
+        return (waiting.popleft(),)
     while size > 1:
         if not waiting:
             return None
@@ -125,6 +132,17 @@ def _taken(waiting: deque[Atom], size: int) -> Dim | None:
         else:
             return None
     return tuple(taken)
+
+
+def single(spread: Spread, shape: Sequence[int]) -> Spread:
+    """After a view from (…, N) to (…, 1, N), which says that all N features are those of a single head."""
+    dim = spread.dim
+    if dim is None or len(shape) <= len(spread.dims) or len(spread.dims[dim]) != 1:
+        return spread
+    atom, shift = spread.dims[dim][0], len(shape) - len(spread.dims)
+    if atom.stride != 1 or shape[dim + shift] != atom.size or shape[dim + shift - 1] != 1:
+        return spread
+    return _with_dim(spread, dim, (Atom(1, atom.size), atom))
 
 
 def permuted(spread: Spread, order: Sequence[int]) -> Spread:
@@ -173,7 +191,8 @@ def aligned(spread: Spread, shape: Sequence[int]) -> Spread | None:
     for at, size in enumerate(shape):
         atoms = spread.dims[at - shift] if at >= shift else ()
         have = prod(atom.size for atom in atoms)
-        if have != size and any(atom.stride for atom in atoms):
+        marked = any(atom.stride for atom in atoms)
+        if have not in (1, size) and marked:
             return None
-        dims.append(atoms if have == size else plain(size))
+        dims.append(atoms if have == size else (*atoms, *plain(size)) if marked else plain(size))
     return spread._replace(dims=tuple(dims))

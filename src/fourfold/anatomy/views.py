@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fourfold.anatomy.reading import Reading, View, flow, joined, matched
-from fourfold.anatomy.spread import Atom, Spread, cut, dropped, permuted, plain, reshaped
+from fourfold.anatomy.spread import Atom, Spread, cut, dropped, permuted, plain, reshaped, single
 from fourfold.anatomy.transcript import Op, Ref, is_ref
 
 
@@ -18,7 +18,7 @@ def reshape(reading: Reading, op: Op) -> None:
         flow(reading, op)
         return
     for result in op.results:
-        seen = reshaped(spread, result.shape)
+        seen = reshaped(single(spread, result.shape) if op.name in ("view", "reshape") else spread, result.shape)
         if seen is None:
             reading.trouble(op, f"cannot follow features over {spread.axis} from {x.shape} to {result.shape}", [spread])
         reading.put(result, seen)
@@ -237,7 +237,7 @@ def _check_parts(reading: Reading, op: Op, lead: Spread, parts: Sequence[Ref], d
             reading.keep(spread)
             if spread.axis and lead.axis and spread.axis != lead.axis:
                 reading.trouble(op, "cat joins features over x with features over y", [lead, spread])
-            elif spread.axis is None and lead.axis is not None and spread.dim == lead.dim != dim:
+            elif spread.axis is None and lead.axis is not None and spread.dim == lead.dim != dim and not spread.shared:
                 reading.trouble(op, f"cat joins whole features with features over {lead.axis}", [lead, spread])
         if view is not None:
             reading.joins(view, lead, part.shape)
@@ -251,6 +251,14 @@ def expand(reading: Reading, op: Op) -> None:
         return
     for result in op.results:
         reading.put(result, joined(reading, op._replace(args=(x,), kwargs={}), result.shape))
+
+
+def pairs(reading: Reading, op: Op) -> None:
+    """`view_as_complex` makes the pairs in the last dim numbers, `view_as_real` undoes it."""
+    spread = reading.spread(op.operands[0])
+    if spread is not None and op.results:
+        one = dropped(spread, [-1]) if op.name == "view_as_complex" else None
+        reading.put(op.results[0], one or spread._replace(dims=(*spread.dims, plain(2))))
 
 
 def new(reading: Reading, op: Op) -> None:
@@ -271,5 +279,6 @@ HANDLERS = {
     **dict.fromkeys(("cat", "concat", "concatenate", "stack"), put_together),
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), expand),
     **dict.fromkeys(NEWS, new),
+    **dict.fromkeys(("view_as_complex", "view_as_real"), pairs),
     "__getitem__": index,
 }

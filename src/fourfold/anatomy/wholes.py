@@ -25,7 +25,7 @@ from fourfold.anatomy.transcript import Transcript
 HANDLERS = {"": flow, **views.HANDLERS, **reductions.HANDLERS, **contractions.HANDLERS}
 BARE: dict[type, tuple[str | None, ...]] = {
     **dict.fromkeys((nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d), (None,)),
-    nn.Embedding: ("y",),
+    nn.Embedding: (),
 }
 """Layers that a grid splits, and how their output may lie all the same; otherwise something larger is taken if it
 helps."""
@@ -68,11 +68,11 @@ class _Search:
     def best(self, *, bare: bool) -> Roles:
         """Uniform-cost search; the cost of a choice is the number of weights that every rank then holds."""
         order, tries = count(), 0
-        waiting: list[tuple[int, int, Choice, str]] = [(0, 0, (), "")]
+        waiting: list[tuple[int, int, Choice, str, frozenset[str]]] = [(0, 0, (), "", frozenset())]
         best: tuple[int, int, Roles] | None = None
         seen: set[Choice] = set()
         while waiting and tries < TRIES:
-            cost, _, choice, against = heappop(waiting)
+            cost, _, choice, against, before = heappop(waiting)
             if choice in seen:
                 continue
             seen.add(choice)
@@ -83,14 +83,17 @@ class _Search:
                 best = (len(troubles), cost, read.roles)
             if not troubles:
                 break
-            if against in map(_kind, troubles):
+            kinds = frozenset(map(_kind, troubles))
+            if against in kinds:
                 continue  # the choice did not help
+            if kinds < before:
+                waiting.clear()  # it helped and did no harm: what is left has nothing to do with it
             taken = {pattern for pattern, _ in choice}
             for pattern, output in self._candidates(troubles[0], read, bare):
                 if pattern not in taken:
                     more = tuple(sorted((*choice, (pattern, output)), key=str))
                     price = cost + self.costs[self.patterns[pattern][0]]
-                    heappush(waiting, (price, next(order), more, _kind(troubles[0])))
+                    heappush(waiting, (price, next(order), more, _kind(troubles[0]), kinds))
         assert best is not None
         return best[2]
 
