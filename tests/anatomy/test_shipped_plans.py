@@ -110,3 +110,55 @@ def test_shipped_plan(name):
     compared, differing, problems = compare(getattr(transformers, name))
     assert compared > 0
     assert (differing, problems) == ([], ())
+
+
+OTHER = "takes images, sound or the inner values of a larger model, not words"
+PART = "a part of a larger model, which has no forward of its own or is not exported"
+SIZES = "its settings depend on one another in ways that a table of tiny sizes does not know"
+NOT_RUN = {
+    **dict.fromkeys(("DeepseekOcr2VisionEncoderConfig", "Ernie4_5_VLMoeVisionConfig", "Gemma4VisionConfig"), OTHER),
+    **dict.fromkeys(("Llama4VisionConfig", "MuseGlimmerVisionConfig", "MuseGlimmerAssistantConfig"), OTHER),
+    **dict.fromkeys(("Dots3NoteVisionConfig", "Qwen3OmniMoeTalkerCodePredictorConfig"), OTHER),
+    **dict.fromkeys(("Ernie4_5_VL_MoeTextConfig", "Ernie4_5_VL_MoeVisionConfig", "DeepseekOcr2TextConfig"), PART),
+    **dict.fromkeys(("Qwen3OmniMoeTextConfig", "Qwen3OmniMoeTalkerTextConfig", "T5GemmaModuleConfig"), PART),
+    **dict.fromkeys(("UnlimitedOcrTextConfig", "VoxtralRealtimeTextConfig", "T5Gemma2TextConfig"), PART),
+    **dict.fromkeys(("T5Gemma2DecoderConfig", "Llama4Config"), PART),
+    **dict.fromkeys(("CohereCompassTextConfig", "DoryConfig", "Ernie4_5_VLMoeTextConfig", "Glm4vMoeTextConfig"), SIZES),
+    **dict.fromkeys(("Glm4vTextConfig", "Glm5NextTextConfig", "GlmImageTextConfig", "GlmOcrTextConfig"), SIZES),
+    **dict.fromkeys(("HYV4VLTextConfig", "HunYuanVLTextConfig", "LongcatFlashConfig", "MuseSparkConfig"), SIZES),
+    **dict.fromkeys(("PaddleOCRTextConfig", "Qwen2VLTextConfig", "Qwen2_5OmniTextConfig"), SIZES),
+    **dict.fromkeys(("Qwen2_5_VLTextConfig", "Qwen4ExpTextConfig"), SIZES),
+}
+"""Configurations that are not run tiny, with the reason."""
+
+RECURRENT = "the plan splits the projections of a recurrent layer and gathers what they give; here the layer runs whole"
+LATENT = "attention with an indexer, which reads latent queries and words: the search runs the attention whole"
+STREAMS = "its residual is several streams, mixed by weights that contract all of them: what is around them runs whole"
+DIFFERS = {
+    **dict.fromkeys(("Qwen3NextConfig", "Qwen3_5MoeTextConfig", "Qwen3_5TextConfig", "LaraMiniConfig"), RECURRENT),
+    **dict.fromkeys(("AXK2Config", "DeepseekV2Config", "DeepseekV32Config", "Dots3NoteTextConfig"), LATENT),
+    **dict.fromkeys(("GlmMoeDsaConfig",), LATENT),
+    **dict.fromkeys(("DeepseekV4Config", "HYV4Config"), STREAMS),
+    "BailingHybridConfig": "latent and linear attention in turn: the search runs both and the experts whole",
+    "InklingTextConfig": "the plan splits the input features of its head, and not its words",
+    "MuseSparkTextConfig": "the plan splits the input features of what is before the experts",
+    "NemotronHConfig": "one class for all mixers, recurrent ones and experts: what makes one run whole is for all",
+    "NeoMMEConfig": "one projection between words and blocks, so that x and y are exchanged in all of them",
+}
+"""Configurations whose anatomy says something else than their plan, with the reason."""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_all_shipped_plans():
+    not_run, differing = {}, {}
+    for name, config in sorted(shipping().items()):
+        try:
+            compared, found, problems = compare(config)
+        except Exception as error:  # each fails in its own way
+            not_run[name] = error
+            continue
+        if found or problems or not compared:
+            differing[name] = found, problems
+    assert set(not_run) == set(NOT_RUN), {name: not_run[name] for name in set(not_run) - set(NOT_RUN)}
+    assert set(differing) == set(DIFFERS), {name: differing[name] for name in set(differing) - set(DIFFERS)}

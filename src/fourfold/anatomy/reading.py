@@ -151,6 +151,10 @@ class Reading:
             axes = [spread.axis for spread in spreads if spread.axis] or [None]
             self._hidden = event.path
             whole = self.found.whole.setdefault(event.path, Whole(axes[0], self.whole[event.path]))
+            misplaced = any(spread.axis and spread.dim != len(spread.dims) - 1 for spread in spreads)
+            if misplaced:
+                line = f"{event.path}: would be gathered, but its features do not lie in the last dim"
+                self.found.troubles.append(Trouble(event.path, line, frozenset()))
             if any(axis != whole.inputs for axis in axes):
                 line = f"{event.path}: reads features that lie over {whole.inputs}, and others over {axes[-1]}"
                 self.found.troubles.append(Trouble(event.path, line, frozenset()))

@@ -23,12 +23,8 @@ from fourfold.anatomy.ties import own_names
 from fourfold.anatomy.transcript import Transcript
 
 HANDLERS = {"": flow, **views.HANDLERS, **reductions.HANDLERS, **contractions.HANDLERS}
-BARE: dict[type, tuple[str | None, ...]] = {
-    **dict.fromkeys((nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d), (None,)),
-    nn.Embedding: (),
-}
-"""Layers that a grid splits, and how their output may lie all the same; otherwise something larger is taken if it
-helps."""
+LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""A grid splits them. Their output may stay whole; to cut it again, something larger is taken if it helps."""
 
 TRIES = 200
 """Readings after which the best so far is good enough."""
@@ -105,9 +101,7 @@ class _Search:
     def _candidates(self, trouble: Trouble, read: _Read, bare: bool) -> Iterator[tuple[str, str | None]]:
         paths = {path for path in self._involved(trouble, read) if self._may_be_whole(path)}
         for pattern in dict.fromkeys(_pattern(path) for path in sorted(paths)):
-            module = self.modules[self.patterns[pattern][0]]
-            few = next((outputs for layer, outputs in BARE.items() if isinstance(module, layer)), None)
-            for output in (None, "x", "y") if bare or few is None else few:
+            for output in _outputs(self.modules[self.patterns[pattern][0]], bare):
                 yield pattern, output
 
     def _involved(self, trouble: Trouble, read: _Read) -> Iterator[str]:
@@ -131,6 +125,13 @@ class _Search:
         if isinstance(self.modules[path], (nn.ModuleList, nn.ModuleDict)):
             return False
         return not any(block == path or block.startswith(f"{path}.") for block in self.subject.blocks)
+
+
+def _outputs(module: nn.Module, bare: bool) -> tuple[str | None, ...]:
+    """How the output of a module that runs whole may lie. A table of words is never whole, one of biases may be."""
+    if isinstance(module, nn.Embedding):
+        return ("y",) if bare else ()
+    return (None,) if isinstance(module, LAYERS) and not bare else (None, "x", "y")
 
 
 def _is_norm(module: nn.Module) -> bool:
