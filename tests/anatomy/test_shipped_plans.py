@@ -15,7 +15,7 @@ import pytest
 import transformers
 from torch import nn
 
-from anatomy.tiny_configs import batch, build, loss
+from anatomy.tiny_configs import batch, build, loss, shipping
 from fourfold.anatomy import Anatomy, Norm, Raw, Whole, survey
 
 SAYS_NOTHING = ("local_params", "replicate", "all_reduce", "moe_identity_expert", "sequence_parallel")
