@@ -114,11 +114,14 @@ def test_norms_on_split_features():
 def test_embedding_head_and_loss():
     network = Network.gpt(768, 0, 12, vocabulary=3072, sequence=16)
     grid, tokens = Factors(2, 4, 2), 8 // 2 * 16
-    found = {(toll.where, toll.when, toll.axis): toll for toll in Tolls(network, grid, Job(rows=8)).listed}
+    tolls = Tolls(network, grid, Job(rows=8)).listed
+    found = {(toll.where, toll.when, toll.axis): toll for toll in tolls}
     assert found["embedding", "forward", "y"].sent == 2 * 3 / 4 * tokens * 768 / 2 * 2
     assert found["head", "forward", "x"].sent == 2 * 1 / 2 * tokens * 3072 / 4 * 2
     assert found["head", "backward", "y"].sent == 2 * 3 / 4 * tokens * 768 / 2 * 2
-    assert found["loss", "forward", "y"].sent == 2 * 3 / 4 * LOSS_VALUES * tokens * 4
+    exchanged = [toll for toll in tolls if toll.where == "loss"]
+    assert [toll.op for toll in exchanged] == ["all_to_all", "all_gather"]
+    assert sum(toll.sent for toll in exchanged) == 2 * 3 / 4 * LOSS_VALUES * tokens * 4
     # the outer weights: gathered once a micro-batch and kept
     outer = 3072 // 4 * 768 // 2 + 16 * 768 // 2 + 2 * 768 // 2
     assert found["outer", "forward", "z"].sent == outer / 2 * 2

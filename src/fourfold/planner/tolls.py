@@ -96,6 +96,7 @@ class Toll:
         elements: of the whole tensor.
         size, index: of the rank's group, and its place in it.
         times: in a step.
+        unit: elements that stay together when the tensor is dealt to ranks.
     """
 
     where: str
@@ -108,6 +109,7 @@ class Toll:
     size: int
     index: int
     times: int
+    unit: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -119,6 +121,9 @@ class Toll:
         """Bytes that this rank hands to the network in a step."""
         if self.op == "all_reduce":
             return self.times * formulas.all_reduce(self.size, self.nbytes, self.itemsize, self.index)
+        if self.unit > 1:
+            own = formulas.share(self.elements // self.unit, self.size, self.index) * self.unit * self.itemsize
+            return self.times * (self.nbytes - own if self.op == "all_to_all" else (self.size - 1) * own)
         return self.times * formulas.all_gather(self.size, self.nbytes)  # a scatter sends as much
 
 
@@ -238,7 +243,9 @@ class Tolls:
             yield self._back("norms", "x", network.statistics * tokens, job.statistic, times)
         yield from self._linear(network.vocabulary_linear, tokens, times, again=False)
         if job.logits == "cut":
-            yield self._once("loss", "y", LOSS_VALUES * tokens, job.statistic, times)
+            exchange = self._once("loss", "y", LOSS_VALUES * tokens, job.statistic, times)
+            for op in ("all_to_all", "all_gather") if exchange.size > 1 else ():
+                yield replace(exchange, op=op, unit=LOSS_VALUES)
         else:  # each rank sends its part to all others; parts may differ
             whole = tokens * network.vocabulary_linear.local(self.sizes, self.places)[1] * self.grid.y
             yield replace(self._once("loss", "y", whole, job.itemsize, times), op="all_gather")
