@@ -107,13 +107,18 @@ def ring_seconds(op: str, nbytes: float, cluster: Cluster, span: Span, sharing: 
     """Time of one ring collective of every group of an axis, all at once.
 
     Args:
-        op: all_reduce, all_gather or reduce_scatter.
+        op: all_reduce, all_gather, reduce_scatter or all_to_all (which hands over as much).
         nbytes: the whole tensor of one group.
 
     Raises:
         ValueError: another op.
     """
-    forms = {"all_reduce": ring_all_reduce, "all_gather": ring_pass, "reduce_scatter": ring_pass}
+    forms = {
+        "all_reduce": ring_all_reduce,
+        "all_gather": ring_pass,
+        "reduce_scatter": ring_pass,
+        "all_to_all": ring_pass,
+    }
     if op not in forms:
         raise ValueError(f"no ring for {op!r}; known: {', '.join(forms)}")
     if span.size == 1 or not nbytes:
