@@ -53,7 +53,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Mix over time: (batch, time, width) → same."""
-        q, k, v = (part.unflatten(-1, (-1, self.width)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        q, k, v = (part.view(*part.shape[:2], -1, self.width).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         p = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
         return self.project(mixed.transpose(1, 2).flatten(-2))

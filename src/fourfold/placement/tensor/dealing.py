@@ -273,3 +273,32 @@ def _deal_vector(
         return
     share = dealing._outputs.get((scope, shape[-1], axis)) or dealing.evenly(shape[-1], axis)
     _settle(dealing, name, Cut(shape, (*(None for _ in shape[1:]), share)))
+
+
+def share_over_time(dealing: Dealing, model: nn.Module) -> None:
+    """Where time lies over y between linears, weights used there have gradients of a rank's own time steps.
+
+    Those are the norms, other vectors and last biases of blocks; what lies inside an attention sees all time steps.
+
+    Raises:
+        PlacementError: the model has no blocks in a row, or something in them that looks across time.
+    """
+    anatomy = dealing.anatomy
+    if len({_parent(path) for path in anatomy.blocks}) != 1:
+        raise PlacementError(
+            "plan.placement.tensor: 1d-sequence: expected blocks in one row, each of which gives what the next one is "
+            f"given, found {len(anatomy.blocks)} blocks in {len({_parent(path) for path in anatomy.blocks})} places; "
+            "choose algorithm: 1d"
+        )
+    experts = next((name for name, linear in anatomy.linears.items() if linear.layout.startswith("expert")), None)
+    if experts is not None:
+        raise PlacementError(f"{experts}: 1d-sequence does not deal the tokens of experts; choose algorithm: 1d")
+    names = [
+        name for path, norm in anatomy.norms.items() if norm.axis == "x" for name in _own(model, path, dealing.names)
+    ]
+    names += [name for name, raw in anatomy.raw.items() if raw.axis == "x"]
+    last = (linear for linear in anatomy.linears.values() if linear.contract == "y")
+    names += [bias for linear in last if (bias := _bias(model, linear, dealing.names)) is not None]
+    for name in names:
+        if any(name.startswith(f"{path}.") for path in anatomy.blocks):
+            dealing.partial[name] = "y"

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fourfold.placement.tensor.executor import Executor, Switch
 from fourfold.placement.tensor.product import product
+from fourfold.placement.tensor.sequence import Time
 from fourfold.placement.uncopied import Uncopied
 from fourfold.wire import Axis, ops
 
@@ -22,13 +23,23 @@ class Siblings(Uncopied):
         layout: of the weights: "out,in" or "in,out".
         shared: every rank of `contract` goes on with other features, which these outputs scale: their gradients are
             sums over it, too.
+        time: where time lies over an axis between linears (`sequence`): whose, and whether these linears gather it
+            before ("gather") or scatter their sum after ("scatter").
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], contract: Axis, output: Axis, layout: str, *, overlap: bool, shared: bool
+        self,
+        modules: Sequence[nn.Module],
+        contract: Axis,
+        output: Axis,
+        layout: str,
+        *,
+        overlap: bool,
+        shared: bool = False,
+        time: tuple[Time, str] | None = None,
     ) -> None:
         self.modules, self.contract, self.output, self.layout = modules, contract, output, layout
-        self.overlap, self.shared = overlap, shared
+        self.overlap, self.shared, self.time = overlap, shared, time
         self._read: Tensor | None = None
         self._outputs: list[Tensor | None] = []
 
@@ -46,8 +57,20 @@ class Siblings(Uncopied):
         weights: list[Any] = [module.weight for module in self.modules]
         biases: list[Any] = [module.bias for module in self.modules]
         about: dict[str, Any] = {"contract": self.contract, "output": self.output, "layout": self.layout}
+        if self.time is not None and self.time[1] == "scatter":
+            return self._scattered(self.time[0], x, weights, biases, about)
+        if self.time is not None:
+            x = self.time[0].gathered(x)
         found = product(x, weights, biases, **about, overlap=self.overlap)
         return tuple(ops.identity_sum(one, self.contract) for one in found) if self.shared else found
+
+    def _scattered(
+        self, time: Time, x: Tensor, weights: list[Any], biases: list[Any], about: dict[str, Any]
+    ) -> tuple[Tensor, ...]:
+        """The bias is added once, to this rank's time steps of the sum."""
+        partial = product(x, weights, [None for _ in weights], **about, overlap=self.overlap)
+        found = (time.scattered(one) for one in partial)
+        return tuple(one if bias is None else one + bias for one, bias in zip(found, biases, strict=True))
 
 
 class LinearExecutor(Executor):

@@ -214,8 +214,10 @@ def cuts(
     for site, shape in whole.draws.items():
         here, axis = local.draws.get(site, shape), axes.get(site)
         differing = [dim for dim, (a, b) in enumerate(zip(shape, here, strict=True)) if a != b]
-        if not differing or axis is None:
+        if not differing:
             continue
+        if axis is None or dealing.sizes[axis] == 1:  # time, which lies over the other axis
+            axis = "y"
         found[site] = tuple(
             randomness.Cut(dim, dealing.runs(axis, shape[dim], here[dim], coordinates[axis]), shape[dim])
             for dim in differing

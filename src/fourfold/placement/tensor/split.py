@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from fourfold import randomness
 from fourfold.anatomy import Anatomy, Linear, own_names
 from fourfold.ledger import Ledger
+from fourfold.placement.cut import Share
 from fourfold.placement.refusals import PlacementError
 from fourfold.placement.tensor import rehearsal
 from fourfold.placement.tensor.assembly import Assembly
-from fourfold.placement.tensor.dealing import Dealing, deal_weights, features_of
+from fourfold.placement.tensor.dealing import Dealing, deal_weights, features_of, share_over_time
 from fourfold.placement.tensor.executor import Switch
 from fourfold.placement.tensor.experts import ExpertsExecutor, Role
 from fourfold.placement.tensor.experts import refuse as refuse_experts
@@ -27,6 +29,7 @@ from fourfold.placement.tensor.linears import ConvolutionExecutor, LinearExecuto
 from fourfold.placement.tensor.norms import NormExecutor
 from fourfold.placement.tensor.regions import LossScope, RootExecutor, WholeExecutor
 from fourfold.placement.tensor.rehearsal import Stage
+from fourfold.placement.tensor.sequence import EdgeExecutor, GatheringExecutor, Time
 from fourfold.placement.tensor.tables import TableExecutor
 from fourfold.plan.grid import Grid
 from fourfold.wire import Axis, Mesh
@@ -44,6 +47,7 @@ class Split:
         mesh: this rank's, or a dry one.
         dealing: the cuts of all weights.
         overlap: sums of input gradients travel while weight gradients are computed.
+        time: how time is dealt over y between linears; None: every rank has all of it.
         scope: of the loss that is being computed.
         outputs: by place among the floating tensors that the model returns, the axis of their features and how many
             they are in the whole model. Found by `rehearse`.
@@ -55,6 +59,7 @@ class Split:
     mesh: Mesh
     dealing: Dealing
     overlap: bool = True
+    time: Time | None = None
     switch: Switch = field(default_factory=Switch)
     scope: LossScope = field(default_factory=LossScope)
     assembly: Assembly = field(init=False)
@@ -86,8 +91,16 @@ class Split:
             split, model = self._dry(Ledger())
             with split.scope.around():
                 local = rehearsal.run(model, stage.loss, stage.inputs(), self.anatomy, opaque)
+        if split.time is not None:
+            self._remember_time(split.time)
         rehearsal.compare(whole, local, self.dealing, self.mesh.coordinates)
         self.dropped = rehearsal.cuts(whole, local, self.anatomy, self.dealing, self.mesh.coordinates)
+
+    def _remember_time(self, time: Time) -> None:
+        """Between linears, shapes have a part of the time steps."""
+        for each, total in ((1, time.steps), (time.rows, time.rows * time.steps)):
+            runs = [range(each * mine.start, each * mine.stop) for mine in time.runs()]
+            self.dealing.remember(Share("y", tuple((run,) for run in runs)), total)
 
     def forecast(self, ledger: Ledger, batches: Sequence[Mapping[str, Tensor]], *, recompute: bool) -> None:
         """Add what this rank sends over x and y in a step, by running it dry: shapes decide, and formulas count.
@@ -114,7 +127,8 @@ class Split:
         mesh = dry_mesh({"x": x.size, "y": y.size}, x.index + x.size * y.index, ledger)
         shapes = {name: block.shape for name, block in self.assembly.blocks().items()}
         model = self._stage.twin(shapes)
-        split = dataclasses.replace(self, mesh=mesh, switch=Switch(), scope=LossScope(), _patches=[])
+        time = None if self.time is None else Time(mesh["y"])
+        split = dataclasses.replace(self, mesh=mesh, time=time, switch=Switch(), scope=LossScope(), _patches=[])
         split.attach(model)
         split.attach_root(model, self.outputs)
         return split, model
@@ -134,6 +148,7 @@ class Split:
         self._attach_linears(model)
         self._attach_experts(model)
         self._attach_norms(model, names)
+        self._attach_time(model)
         for module in model.modules():
             if isinstance(module, nn.Embedding):
                 self._attach_table(names[id(module.weight)], module)
@@ -180,10 +195,39 @@ class Split:
             if isinstance(modules[0], CONVOLUTIONS):
                 ConvolutionExecutor(self.switch, modules[0], contract, output)
                 continue
-            shared = first.role == "reducing"
-            siblings = Siblings(modules, contract, output, first.layout, overlap=self.overlap, shared=shared)
+            siblings = self._siblings(group[0], modules, contract, output)
             for number, module in enumerate(modules):
                 LinearExecutor(self.switch, module, siblings, number)
+
+    def _siblings(self, name: str, modules: list[nn.Module], contract: Axis, output: Axis) -> Siblings:
+        linear = self.anatomy.linears[name]
+        about: dict[str, Any] = {"overlap": self.overlap, "shared": linear.role == "reducing"}
+        block = self._block_of(linear.module) if self.time is not None else None
+        if self.time is None or block is None:
+            return Siblings(modules, contract, output, linear.layout, **about)
+        # Gathers and scatters of time are the sums over y.
+        if linear.contract == "y":
+            return Siblings(modules, self._axis(None), output, linear.layout, **about, time=(self.time, "scatter"))
+        alone = (self.time, "gather") if linear.module.rpartition(".")[0] == block else None
+        return Siblings(modules, contract, self._axis(None), linear.layout, **about, time=alone)
+
+    def _block_of(self, path: str) -> str | None:
+        """The block that a module is in."""
+        return next((block for block in self.anatomy.blocks if path.startswith(f"{block}.")), None)
+
+    def _attach_time(self, model: nn.Module) -> None:
+        """Blocks pass on their own time steps; modules with a block's first linears gather them all."""
+        if self.time is None:
+            return
+        parents = {
+            linear.module.rpartition(".")[0]: linear for linear in self.anatomy.linears.values() if linear.output == "y"
+        }
+        for path in parents:
+            if self._block_of(path) is not None:
+                GatheringExecutor(self.switch, model.get_submodule(path), self.time)
+        first, last = self.anatomy.blocks[0], self.anatomy.blocks[-1]
+        for path in dict.fromkeys((first, last)):
+            EdgeExecutor(self.switch, model.get_submodule(path), self.time, first=path == first, last=path == last)
 
     def _sibling_groups(self, model: nn.Module) -> Iterator[list[str]]:
         """Linears that are computed together: siblings with axes, layout and kind in common."""
@@ -321,4 +365,8 @@ def divide(model: nn.Module, anatomy: Anatomy, mesh: Mesh, grid: Grid, *, overla
                 f"{path}: expected an embedding without max_norm and scale_grad_by_freq, which look at whole rows of "
                 "the table or at all lookups; set them to None and False, or leave out plan.placement.tensor"
             )
-    return Split(anatomy, mesh, deal_weights(model, anatomy, grid), overlap)
+    split = Split(anatomy, mesh, deal_weights(model, anatomy, grid), overlap)
+    if grid.rows_cut and grid.y > 1:
+        split.time = Time(mesh["y"])
+        share_over_time(split.dealing, model)
+    return split
