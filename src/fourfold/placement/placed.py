@@ -114,8 +114,10 @@ class Placed:
             self.free()
 
     def _located(self, position: randomness.Position) -> randomness.Position:
-        cuts = {} if self.split is None else self.split.dropped
-        return position._replace(layouts=self.anatomy.layouts, cuts=cuts)
+        position = position._replace(layouts=self.anatomy.layouts)
+        if self.split is None:
+            return position
+        return position._replace(cuts=self.split.dropped, windows=self.split.windows)
 
     def backward(self, loss: Tensor, scale: float, *, last: bool) -> None:
         """Backward of one micro-batch's loss times `scale`; on the step's last one the gradients become ready."""

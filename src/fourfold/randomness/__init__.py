@@ -5,16 +5,18 @@ them. Below `training`, nothing touches torch's default generator.
 """
 
 from fourfold.randomness.cut import Cut
-from fourfold.randomness.dropout import Layout, Position, at, current, dropout, threshold
+from fourfold.randomness.dropout import FIRST, Layout, Position, Window, at, current, dropout, threshold
 from fourfold.randomness.philox import RandomnessError, bits, normal, permutation, uniform
 from fourfold.randomness.streams import Streams, inside
 
 __all__ = [
+    "FIRST",
     "Cut",
     "Layout",
     "Position",
     "RandomnessError",
     "Streams",
+    "Window",
     "at",
     "bits",
     "current",

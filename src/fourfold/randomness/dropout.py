@@ -65,6 +65,13 @@ _MISCUT = (
 """Both without shapes and rows, so that they are shown once a site."""
 
 
+class Window(NamedTuple):
+    """Which part of the rows being computed a tensor holds: the `index`-th of `parts` equal ones."""
+
+    index: int
+    parts: int
+
+
 class Position(NamedTuple):
     """Where in the logical run the rows being computed stand.
 
@@ -76,6 +83,7 @@ class Position(NamedTuple):
         layouts: of the sites whose rows do not lie as `FIRST` says, by site.
         cuts: of the sites whose tensor is cut along other dims than the rows, by site. A cut of a dim that the tensor
             does not have is passed over: channel dropout draws [rows, channels], whatever a channel holds.
+        windows: of the sites whose tensor holds a part of these rows only, by site.
     """
 
     seed: int
@@ -84,6 +92,15 @@ class Position(NamedTuple):
     rows: int
     layouts: Mapping[str, Layout] = MappingProxyType({})
     cuts: Mapping[str, tuple[Cut, ...]] = MappingProxyType({})
+    windows: Mapping[str, Window] = MappingProxyType({})
+
+    def seen_by(self, site: str) -> Position:
+        """With the rows that the tensor at this site holds."""
+        window = self.windows.get(site)
+        if window is None:
+            return self
+        rows = self.rows // window.parts
+        return self._replace(row=self.row + window.index * rows, rows=rows)
 
 
 class _Ambient(threading.local):
@@ -165,6 +182,7 @@ class _Draw(NamedTuple):
             raise RandomnessError(
                 f"dropout at {site!r} outside of any position: enter fourfold.randomness.at(Position(...))"
             )
+        position = position.seen_by(site)
         dim, order = position.layouts.get(site, FIRST)
         draw, shape = cls(position, site, 0, 1, 1), list(x.shape)
         apart = draw._replace(site=f"{site}@{position.row}")

@@ -50,3 +50,20 @@ def test_our_gpt_on_grids_equals_one_process(tensor: dict[str, int]) -> None:
     ours = Work(gpt(0.1), steps=3)
     for outcome in on_threads(ours, plan(**tensor)):
         assert_equal(outcome, serial(ours))
+
+
+@pytest.mark.parametrize(("name", "y"), [("llama", 2), ("gpt2", 3), ("opt", 3), ("bert", 2), ("vit", 3)])
+def test_time_over_y_between_linears_equals_one_process(name: str, y: int) -> None:
+    """Sequence parallelism, where the steps of time divide and where they do not."""
+    settings = {"placement": {"precision": "fp64", "tensor": {"algorithm": "1d-sequence", "y": y}}}
+    for outcome in on_threads(work(name), settings):
+        assert_equal(outcome, alone(name))
+
+
+@pytest.mark.parametrize("name", ("qwen3", "gpt2", "opt", "bert", "vit"))
+def test_rows_over_the_idle_axis_equal_one_process(name: str) -> None:
+    """The 3D algorithm."""
+    even = stock_work(name, steps=2, rows=4)
+    settings = {"placement": {"precision": "fp64", "tensor": {"algorithm": "3d", "q": 2}}}
+    for outcome in on_threads(even, settings):
+        assert_equal(outcome, serial(even))

@@ -283,22 +283,44 @@ def share_over_time(dealing: Dealing, model: nn.Module) -> None:
     Raises:
         PlacementError: the model has no blocks in a row, or something in them that looks across time.
     """
+    _refuse_tokens(dealing, "1d-sequence", "1d")
     anatomy = dealing.anatomy
-    if len({_parent(path) for path in anatomy.blocks}) != 1:
-        raise PlacementError(
-            "plan.placement.tensor: 1d-sequence: expected blocks in one row, each of which gives what the next one is "
-            f"given, found {len(anatomy.blocks)} blocks in {len({_parent(path) for path in anatomy.blocks})} places; "
-            "choose algorithm: 1d"
-        )
-    experts = next((name for name, linear in anatomy.linears.items() if linear.layout.startswith("expert")), None)
-    if experts is not None:
-        raise PlacementError(f"{experts}: 1d-sequence does not deal the tokens of experts; choose algorithm: 1d")
-    names = [
-        name for path, norm in anatomy.norms.items() if norm.axis == "x" for name in _own(model, path, dealing.names)
-    ]
-    names += [name for name, raw in anatomy.raw.items() if raw.axis == "x"]
+    names = [name for name, axis in _vectors(dealing, model) if axis == "x"]
     last = (linear for linear in anatomy.linears.values() if linear.contract == "y")
     names += [bias for linear in last if (bias := _bias(model, linear, dealing.names)) is not None]
     for name in names:
         if any(name.startswith(f"{path}.") for path in anatomy.blocks):
             dealing.partial[name] = "y"
+
+
+def share_over_rows(dealing: Dealing, model: nn.Module) -> None:
+    """Where rows lie over the axis left idle, vectors that join activations have gradients of a rank's own rows.
+
+    Raises:
+        PlacementError: the model has no blocks in a row, or something in them that looks across rows.
+    """
+    _refuse_tokens(dealing, "3d", "4d")
+    for name, axis in _vectors(dealing, model):
+        if any(name.startswith(f"{path}.") for path in dealing.anatomy.blocks):
+            idle = "y" if axis == "x" else "x"
+            dealing.partial[name] = "x+y" if name in dealing.partial else idle
+
+
+def _vectors(dealing: Dealing, model: nn.Module) -> list[tuple[str, str | None]]:
+    """Weights that join activations elementwise, with the axis of these."""
+    norms = dealing.anatomy.norms.items()
+    found = [(name, norm.axis) for path, norm in norms for name in _own(model, path, dealing.names)]
+    return found + [(name, raw.axis) for name, raw in dealing.anatomy.raw.items()]
+
+
+def _refuse_tokens(dealing: Dealing, algorithm: str, other: str) -> None:
+    anatomy = dealing.anatomy
+    places = len({_parent(path) for path in anatomy.blocks})
+    if places != 1:
+        raise PlacementError(
+            f"plan.placement.tensor: {algorithm}: expected blocks in one row, each of which gives what the next one is "
+            f"given, found {len(anatomy.blocks)} blocks in {places} places; choose algorithm: {other}"
+        )
+    experts = next((name for name, linear in anatomy.linears.items() if linear.layout.startswith("expert")), None)
+    if experts is not None:
+        raise PlacementError(f"{experts}: {algorithm} does not deal the tokens of experts; choose algorithm: {other}")

@@ -25,6 +25,7 @@ class Siblings(Uncopied):
             sums over it, too.
         time: where time lies over an axis between linears (`sequence`): whose, and whether these linears gather it
             before ("gather") or scatter their sum after ("scatter").
+        rows: batch rows come cut over `output` and leave cut over `contract` (`cube`).
     """
 
     def __init__(
@@ -37,9 +38,10 @@ class Siblings(Uncopied):
         overlap: bool,
         shared: bool = False,
         time: tuple[Time, str] | None = None,
+        rows: bool = False,
     ) -> None:
         self.modules, self.contract, self.output, self.layout = modules, contract, output, layout
-        self.overlap, self.shared, self.time = overlap, shared, time
+        self.overlap, self.shared, self.time, self.rows = overlap, shared, time, rows
         self._read: Tensor | None = None
         self._outputs: list[Tensor | None] = []
 
@@ -57,6 +59,8 @@ class Siblings(Uncopied):
         weights: list[Any] = [module.weight for module in self.modules]
         biases: list[Any] = [module.bias for module in self.modules]
         about: dict[str, Any] = {"contract": self.contract, "output": self.output, "layout": self.layout}
+        if self.rows:
+            return product(x, weights, biases, **about, overlap=self.overlap, rows=0, keep=True)
         if self.time is not None and self.time[1] == "scatter":
             return self._scattered(self.time[0], x, weights, biases, about)
         if self.time is not None:

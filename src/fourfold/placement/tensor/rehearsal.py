@@ -206,14 +206,20 @@ def _text(shapes: tuple[Shape, ...]) -> str:
 
 
 def cuts(
-    whole: Run, local: Run, anatomy: Anatomy, dealing: Dealing, coordinates: Mapping[str, int]
+    whole: Run,
+    local: Run,
+    anatomy: Anatomy,
+    dealing: Dealing,
+    coordinates: Mapping[str, int],
+    windows: Mapping[str, randomness.Window],
 ) -> dict[str, tuple[randomness.Cut, ...]]:
-    """How the tensors that dropouts take are cut here, by site."""
+    """How the tensors that dropouts take are cut here, by site, besides by rows, which `windows` say."""
     axes = {dropout.site: dropout.axis for dropout in anatomy.dropouts}
     found: dict[str, tuple[randomness.Cut, ...]] = {}
     for site, shape in whole.draws.items():
         here, axis = local.draws.get(site, shape), axes.get(site)
-        differing = [dim for dim, (a, b) in enumerate(zip(shape, here, strict=True)) if a != b]
+        rows = anatomy.layouts.get(site, randomness.FIRST).dim if site in windows else -1
+        differing = [dim for dim, (a, b) in enumerate(zip(shape, here, strict=True)) if a != b and dim != rows]
         if not differing:
             continue
         if axis is None or dealing.sizes[axis] == 1:  # time, which lies over the other axis

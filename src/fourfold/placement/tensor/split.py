@@ -20,7 +20,8 @@ from fourfold.placement.cut import Share
 from fourfold.placement.refusals import PlacementError
 from fourfold.placement.tensor import rehearsal
 from fourfold.placement.tensor.assembly import Assembly
-from fourfold.placement.tensor.dealing import Dealing, deal_weights, features_of, share_over_time
+from fourfold.placement.tensor.cube import Cube, CubeEdge, CubeInside
+from fourfold.placement.tensor.dealing import Dealing, deal_weights, features_of, share_over_rows, share_over_time
 from fourfold.placement.tensor.executor import Switch
 from fourfold.placement.tensor.experts import ExpertsExecutor, Role
 from fourfold.placement.tensor.experts import refuse as refuse_experts
@@ -48,10 +49,12 @@ class Split:
         dealing: the cuts of all weights.
         overlap: sums of input gradients travel while weight gradients are computed.
         time: how time is dealt over y between linears; None: every rank has all of it.
+        cube: how batch rows are dealt over x and y in blocks; None: every rank has all of them.
         scope: of the loss that is being computed.
         outputs: by place among the floating tensors that the model returns, the axis of their features and how many
             they are in the whole model. Found by `rehearse`.
         dropped: by site, how the tensors that dropouts take are cut. Found by `rehearse`.
+        windows: by site, which part of the rows a dropout is of. Found by `rehearse`.
         widths: of modules that run whole, how many features go in and come out. Found by `rehearse`.
     """
 
@@ -60,11 +63,13 @@ class Split:
     dealing: Dealing
     overlap: bool = True
     time: Time | None = None
+    cube: Cube | None = None
     switch: Switch = field(default_factory=Switch)
     scope: LossScope = field(default_factory=LossScope)
     assembly: Assembly = field(init=False)
     outputs: dict[int, tuple[str, int]] = field(default_factory=dict)
     dropped: dict[str, tuple[randomness.Cut, ...]] = field(default_factory=dict)
+    windows: dict[str, randomness.Window] = field(default_factory=dict)
     widths: dict[str, tuple[int, int]] = field(default_factory=dict)
     _stage: Stage = field(init=False, repr=False)
     _patches: list[Patch] = field(default_factory=list)
@@ -93,8 +98,22 @@ class Split:
                 local = rehearsal.run(model, stage.loss, stage.inputs(), self.anatomy, opaque)
         if split.time is not None:
             self._remember_time(split.time)
+        if split.cube is not None:
+            self._remember_rows(split.cube, whole)
         rehearsal.compare(whole, local, self.dealing, self.mesh.coordinates)
-        self.dropped = rehearsal.cuts(whole, local, self.anatomy, self.dealing, self.mesh.coordinates)
+        about = self.anatomy, self.dealing, self.mesh.coordinates, self.windows
+        self.dropped = rehearsal.cuts(whole, local, *about)
+
+    def _remember_rows(self, cube: Cube, whole: rehearsal.Run) -> None:
+        """In blocks, shapes have a part of the rows, and dropouts draw for it."""
+        for each in sorted({shape[0] for made in whole.made for shape in made.shapes if shape}):
+            if each % cube.rows == 0:
+                self.dealing.evenly(each, "y")
+                self.dealing.evenly(each, "x")
+        for dropout in self.anatomy.dropouts:
+            if self._block_of(dropout.module) is not None or dropout.module in self.anatomy.blocks:
+                axis = cube.across if dropout.axis == "x" else cube.inner
+                self.windows[dropout.site] = randomness.Window(axis.index, axis.size)
 
     def _remember_time(self, time: Time) -> None:
         """Between linears, shapes have a part of the time steps."""
@@ -128,7 +147,10 @@ class Split:
         shapes = {name: block.shape for name, block in self.assembly.blocks().items()}
         model = self._stage.twin(shapes)
         time = None if self.time is None else Time(mesh["y"])
-        split = dataclasses.replace(self, mesh=mesh, time=time, switch=Switch(), scope=LossScope(), _patches=[])
+        cube = None if self.cube is None else Cube(mesh["y"], mesh["x"])
+        split = dataclasses.replace(
+            self, mesh=mesh, time=time, cube=cube, switch=Switch(), scope=LossScope(), _patches=[]
+        )
         split.attach(model)
         split.attach_root(model, self.outputs)
         return split, model
@@ -148,7 +170,7 @@ class Split:
         self._attach_linears(model)
         self._attach_experts(model)
         self._attach_norms(model, names)
-        self._attach_time(model)
+        self._attach_rows(model)
         for module in model.modules():
             if isinstance(module, nn.Embedding):
                 self._attach_table(names[id(module.weight)], module)
@@ -176,7 +198,10 @@ class Split:
         for name, about in self.dealing.partial.items():
             parameter = parameters[name]
             if parameter.requires_grad:
-                axis = self.mesh[about] if isinstance(about, str) else self.mesh.part(about.axis, about.copies)
+                if isinstance(about, str):
+                    axis = self.mesh.over(*about.split("+"))
+                else:
+                    axis = self.mesh.part(about.axis, about.copies)
                 parameter.register_hook(_summing(axis))
 
     def _axis(self, name: str | None) -> Axis:
@@ -202,7 +227,9 @@ class Split:
     def _siblings(self, name: str, modules: list[nn.Module], contract: Axis, output: Axis) -> Siblings:
         linear = self.anatomy.linears[name]
         about: dict[str, Any] = {"overlap": self.overlap, "shared": linear.role == "reducing"}
-        block = self._block_of(linear.module) if self.time is not None else None
+        block = self._block_of(linear.module)
+        if self.cube is not None and block is not None:
+            return Siblings(modules, contract, output, linear.layout, **about, rows=True)
         if self.time is None or block is None:
             return Siblings(modules, contract, output, linear.layout, **about)
         # Gathers and scatters of time are the sums over y.
@@ -215,19 +242,27 @@ class Split:
         """The block that a module is in."""
         return next((block for block in self.anatomy.blocks if path.startswith(f"{block}.")), None)
 
-    def _attach_time(self, model: nn.Module) -> None:
-        """Blocks pass on their own time steps; modules with a block's first linears gather them all."""
-        if self.time is None:
+    def _attach_rows(self, model: nn.Module) -> None:
+        """Blocks pass on their own time steps, or rows, to one another."""
+        if self.time is None and self.cube is None:
             return
         parents = {
             linear.module.rpartition(".")[0]: linear for linear in self.anatomy.linears.values() if linear.output == "y"
         }
         for path in parents:
-            if self._block_of(path) is not None:
+            if self._block_of(path) is None:
+                continue
+            if self.time is not None:
                 GatheringExecutor(self.switch, model.get_submodule(path), self.time)
+            elif self.cube is not None:
+                CubeInside(self.switch, model.get_submodule(path), self.cube)
         first, last = self.anatomy.blocks[0], self.anatomy.blocks[-1]
         for path in dict.fromkeys((first, last)):
-            EdgeExecutor(self.switch, model.get_submodule(path), self.time, first=path == first, last=path == last)
+            ends: dict[str, bool] = {"first": path == first, "last": path == last}
+            if self.time is not None:
+                EdgeExecutor(self.switch, model.get_submodule(path), self.time, **ends)
+            elif self.cube is not None:
+                CubeEdge(self.switch, model.get_submodule(path), self.cube, **ends)
 
     def _sibling_groups(self, model: nn.Module) -> Iterator[list[str]]:
         """Linears that are computed together: siblings with axes, layout and kind in common."""
@@ -348,6 +383,9 @@ def rehearsed(stage: Stage, anatomy: Anatomy, mesh: Mesh, grid: Grid, *, overlap
         PlacementError: it does not fit the grid; names the layer, the axis and the nearest sizes that fit.
     """
     split = divide(stage.model, anatomy, mesh, grid, overlap=overlap)
+    if split.cube is not None:  # an example of one row has none to deal
+        batch = {name: torch.cat([tensor] * grid.y) for name, tensor in stage.batch.items()}
+        stage = dataclasses.replace(stage, batch=batch)
     split.rehearse(stage)
     return split
 
@@ -366,7 +404,10 @@ def divide(model: nn.Module, anatomy: Anatomy, mesh: Mesh, grid: Grid, *, overla
                 "the table or at all lookups; set them to None and False, or leave out plan.placement.tensor"
             )
     split = Split(anatomy, mesh, deal_weights(model, anatomy, grid), overlap)
-    if grid.rows_cut and grid.y > 1:
+    if grid.rows_cut and grid.x == 1 < grid.y:
         split.time = Time(mesh["y"])
         share_over_time(split.dealing, model)
+    elif grid.rows_cut:
+        split.cube = Cube(mesh["y"], mesh["x"])
+        share_over_rows(split.dealing, model)
     return split

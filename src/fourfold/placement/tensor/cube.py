@@ -1,0 +1,90 @@
+"""The 3D algorithm's activations (Bian et al. 2021): besides features, batch rows are cut over the axis left idle.
+
+In the residual, whose features lie over x, rows lie over y; between a block's first and last linears, where features
+lie over y, rows lie over x. A linear gathers rows over the axis of its output features and scatters its sum over that
+of its input features, so no activation lies on a rank twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from fourfold.placement.refusals import PlacementError
+from fourfold.placement.tensor.executor import Executor, Switch
+from fourfold.placement.tensor.sequence import on_first
+from fourfold.torch_private import map_leaves
+from fourfold.wire import Axis, ops
+
+
+class Cube:
+    """How the rows of the micro-batch being computed are dealt.
+
+    Attributes:
+        across: axis that the rows of the residual lie over (y).
+        inner: axis that rows lie over between a block's linears (x).
+        rows: of the whole micro-batch on this z and data.
+    """
+
+    def __init__(self, across: Axis, inner: Axis) -> None:
+        self.across, self.inner = across, inner
+        self.rows = 0
+
+    def begin(self, x: Tensor) -> Tensor:
+        """This rank's rows of what the first block is given.
+
+        Raises:
+            PlacementError: its rows do not divide.
+        """
+        self.rows = x.shape[0]
+        if self.rows % self.across.size:
+            raise PlacementError(
+                f"plan.placement.tensor: 3d cuts batch rows over {self.across.size} ranks: expected a number of rows "
+                f"of a micro-batch on a rank of z and data that divides, found {self.rows}; choose another batch size, "
+                "or algorithm: 4d"
+            )
+        return ops.cut_gather(x, self.across, dim=0)
+
+    def end(self, x: Tensor) -> Tensor:
+        """All rows of what the last block gives."""
+        return ops.gather_cut(x, self.across, dim=0)
+
+    def own(self, value: Any) -> Any:
+        """Of a mask, or another tensor of whole rows beside the activations, those of this rank between linears."""
+        whole = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == self.rows > 1
+        return value.chunk(self.inner.size)[self.inner.index] if whole else value
+
+
+class CubeEdge(Executor):
+    """The first block, or the last one, or one that is both: between them rows lie over an axis."""
+
+    def __init__(self, switch: Switch, module: nn.Module, cube: Cube, *, first: bool, last: bool) -> None:
+        super().__init__(switch, module)
+        self.cube, self.first, self.last = cube, first, last
+
+    def on_blocks(self, *args: Any, **kwargs: Any) -> Any:
+        """Cut the first floating tensor that the block is given; gather the first one that it gives."""
+        if self.first:
+            args, kwargs = on_first(self.cube.begin, (args, kwargs))
+        found = self.inner(*args, **kwargs)
+        return on_first(self.cube.end, found) if self.last else found
+
+
+class CubeInside(Executor):
+    """A module with a block's first linears: what comes beside the activations has all rows."""
+
+    def __init__(self, switch: Switch, module: nn.Module, cube: Cube) -> None:
+        super().__init__(switch, module)
+        self.cube = cube
+
+    def on_blocks(self, *args: Any, **kwargs: Any) -> Any:
+        """Leave the activations, the first floating tensor, alone."""
+        kept: list[Tensor] = []
+        on_first(kept.append, (args, kwargs))
+
+        def own(value: Any) -> Any:
+            return value if kept and value is kept[0] else self.cube.own(value)
+
+        args, kwargs = map_leaves(own, (args, kwargs))
+        return self.inner(*args, **kwargs)
