@@ -13,7 +13,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-
 from slow_links import Reading, SlowLinks, SlowLinksError, gauge, namespace
 from slow_links.switch import ETHERNET, Switch
 
@@ -171,6 +170,7 @@ def test_processes_in_namespaces_talk_and_nothing_is_left_afterwards() -> None:
             one.stdin.flush()
         assert [next(iter(one.stdout)) for one in talkers] == ["done\n"] * 3
         assert links.processor_seconds() > 0
+        assert links.dropped() == 0
         (switch,) = [child for child in psutil.Process().children() if str(switch_path()) in child.cmdline()]
         for one in talkers:
             one.communicate(timeout=20)
@@ -197,7 +197,7 @@ def test_ranks_and_switch_end_with_the_process_that_made_them() -> None:
         return
     script = f"""
 import subprocess, sys, os, signal
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+sys.path.insert(0, {str(Path(__file__).parents[2] / "benchmarks")!r})
 from slow_links import SlowLinks
 links = SlowLinks(2, 1e6).__enter__()
 child = subprocess.Popen(["sleep", "600"], preexec_fn=links.entering(1))

@@ -7,8 +7,8 @@ It writes "ready", and ends when its standard input closes: when whoever started
 
 Links are full duplex. A packet crosses its sender's link, then its receiver's (cut through: both at once, if both are
 free), and arrives DELAY later. Each direction of a link carries one packet at a time and shares itself evenly between
-the connections that want it, as Linux's own queues do before a network card. Nothing is dropped: what waits is bounded
-by TCP's windows.
+the connections that want it, as Linux's own queues do before a network card. The switch drops nothing, and the devices
+drop only what it does not fetch in time (`SlowLinks.dropped` counts that).
 
 Eight links that carry 200 Mbit/s both ways at once take half a core, with packets of 16,000 bytes.
 """
@@ -25,6 +25,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 LARGEST = 65535
+PRIORITY = 10
+"""Among real-time processes, where that is allowed: above ranks that are started under `chrt --rr 1`."""
 ETHERNET = 38
 """Bytes that Ethernet adds to a packet: preamble, addresses, type, checksum, gap."""
 
@@ -135,7 +137,7 @@ def main() -> None:
     """Read the command line, carry until standard input closes."""
     rate, delay, *devices = sys.argv[1:]
     with contextlib.suppress(PermissionError):  # a network does not wait until those who use it have computed
-        os.setpriority(os.PRIO_PROCESS, 0, -15)
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(PRIORITY))
     switch = Switch([int(device) for device in devices], float(rate), float(delay))
     print("ready", flush=True)
     switch.run(sys.stdin.fileno())

@@ -14,7 +14,7 @@ from slow_links import namespace
 
 GOODPUT_WITHIN, ROUND_TRIP_WITHIN = 0.10, 2e-3
 """Of the rate, a share; of the round trip, seconds."""
-PINGS, WARM, SECONDS = 40, 3.0, 1.0
+PINGS, WARM, SECONDS = 40, 2.0, 2.0
 CHUNK = bytes(1 << 17)
 
 
