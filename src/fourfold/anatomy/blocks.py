@@ -44,6 +44,11 @@ class Calls:
         """Path of the innermost module that is running; "" outside of all."""
         return self._open[-1][0] if self._open else ""
 
+    @property
+    def running(self) -> bool:
+        """Some module is running, be it the whole model."""
+        return bool(self._open)
+
     def _enter(self, path: str) -> None:
         self.clock += 1
         self._open.append((path, self.clock))

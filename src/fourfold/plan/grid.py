@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import log, prod
 
 
 @dataclass(frozen=True)
@@ -35,3 +37,12 @@ class Grid:
     def cuts_features(self) -> bool:
         """Some rank holds a part of the features only."""
         return self.x * self.y > 1
+
+
+def nearest(sizes: Sequence[int], world: int, count: int = 2) -> list[tuple[int, ...]]:
+    """Grids of `world` ranks that are most like the one of these sizes: the fewest doublings and halvings."""
+    found: list[tuple[int, ...]] = [()]
+    for _ in sizes:
+        found = [(*one, n) for one in found for n in range(1, world + 1) if world % (prod(one) * n) == 0]
+    whole = [one for one in found if prod(one) == world]
+    return sorted(whole, key=lambda one: sum(abs(log(a / b)) for a, b in zip(one, sizes, strict=True)))[:count]

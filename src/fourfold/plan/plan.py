@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from fourfold.plan.grid import Grid
+from fourfold.plan.grid import Grid, nearest
 from fourfold.plan.protocols import Codec
 from fourfold.plan.technique import Technique, TechniqueError, techniques
 
@@ -118,6 +118,17 @@ class Placement:
         """Sizes of the mesh axes, fastest first."""
         grid = self.grid
         return {"x": grid.x, "y": grid.y, "z": self.z, "data": self.data * grid.copies, "pipe": 1}
+
+    def fitting(self, world: int) -> str:
+        """What to change for so many ranks, in words: with the most similar tensor grids, where there is one."""
+        if self.tensor is None or not {"x", "y"} <= dataclasses.asdict(self.tensor.options).keys():
+            return "change plan.placement.data and z"
+        axes = {axis: size for axis, size in self.axes().items() if size > 1 or axis in ("x", "y")}
+        grids = (
+            ", ".join(f"{axis} {size}" for axis, size in zip(axes, sizes, strict=True))
+            for sizes in nearest(tuple(axes.values()), world)
+        )
+        return f"change plan.placement: the nearest grids of {world} are {' and '.join(grids)}"
 
     def to_dict(self) -> dict[str, Any]:
         """The plain mapping that `Plan.of` reads back to an equal placement."""

@@ -64,7 +64,7 @@ def given(config: Config, workers: int | None = None) -> Plan | None:
     if wanted is not None and plan.world != wanted:
         raise ChoiceError(
             f"launch.workers: the plan ({plan}) needs {plan.world}, found {wanted}; "
-            f"set launch.workers={plan.world}, or change plan.placement.data and z"
+            f"set launch.workers={plan.world}, or {plan.placement.fitting(wanted)}"
         )
     return plan
 

@@ -103,7 +103,7 @@ class Run:
         if plan.world != world.size:
             raise RunError(
                 f"plan ({plan}) needs {plan.world} rank{'s'[: plan.world > 1]}, found {world.size}; start {plan.world} "
-                f"(torchrun --nproc-per-node {plan.world}), or change plan.placement.data and z"
+                f"(torchrun --nproc-per-node {plan.world}), or {plan.placement.fitting(world.size)}"
             )
         self.model, self.loss, self.options, self.plan = model, loss, optimizer, plan
         self.world, self.seed = world, seed

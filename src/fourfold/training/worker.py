@@ -5,6 +5,7 @@ The same body runs alone in the launcher's process, on threads, and under somebo
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -94,7 +95,7 @@ class Rank:
         if again:  # opening the journal has recorded it
             for screen in self.screens:
                 screen.show({"kind": "resume", "step": run.number, "path": path})
-        parameters = sum(slot.numel for unit in run.placed.units for slot in unit.arena.layout.slots)
+        parameters = sum(math.prod(slot.block.logical) for unit in run.placed.units for slot in unit.arena.layout.slots)
         inexact = run.placed.anatomy.inexact
         recorder.write(
             "start",

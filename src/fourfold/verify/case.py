@@ -57,7 +57,7 @@ class Case:
     @property
     def parts(self) -> int:
         """Into how many pieces the plan cuts a step's rows."""
-        return self.plan.placement.world * self.microbatches
+        return self.plan.placement.parts * self.microbatches
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,7 @@ class Evidence:
     Attributes:
         digest: of the weights after the last step.
         inexact: why the model's random numbers cannot be those of one process, one line each.
+        narrow: the first module that computes in a narrower type than the plan's; "" if there is none. Of rank 0.
         buffers: digest by name of the floating buffers that training changed, over all steps.
     """
 
@@ -116,6 +117,7 @@ class Evidence:
     digest: int
     inexact: tuple[str, ...]
     buffers: dict[str, int] = field(default_factory=dict)
+    narrow: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -129,7 +131,14 @@ class Evidence:
             Moved(one["rank"], one["step"], Flow(*one["flow"]), Traffic(**one["predicted"]), Traffic(**one["measured"]))
             for one in plain["moved"]
         )
-        return cls(plain["rank"], steps, moved, plain["digest"], tuple(plain["inexact"]), plain["buffers"])
+        return cls(
+            plain["rank"],
+            steps,
+            moved,
+            plain["digest"],
+            tuple(plain["inexact"]),
+            *(plain[key] for key in ("buffers", "narrow")),
+        )
 
 
 def _step_of(plain: dict[str, Any]) -> StepEvidence:
@@ -167,7 +176,8 @@ def examine(world: World, case: Case) -> Evidence:
     for name, value in sorted(run.logical_state().items()):
         weights_digest = digest(value, digest(name, weights_digest))
     moved = tuple(_moved(run, case.steps))
-    return Evidence(world.rank, tuple(steps), moved, weights_digest, run.placed.anatomy.inexact, watch.digests)
+    inexact, narrow = run.placed.anatomy.inexact, (reference.whole.narrow or "") if reference is not None else ""
+    return Evidence(world.rank, tuple(steps), moved, weights_digest, inexact, watch.digests, narrow)
 
 
 class References:

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from fourfold.anatomy.blocks import Calls
 from fourfold.randomness import Layout, Position, at, inside
 from fourfold.training.optimizer import OptimizerOptions, build_plain
 
@@ -63,7 +65,7 @@ class Serial:
         blocks: Iterable[str] = (),
         layouts: Mapping[str, Layout] | None = None,
     ) -> None:
-        """Take a model over.
+        """Take a model over. After the first step, `narrow` says where it computes in a narrower type than its own.
 
         Args:
             model: plain, with its initial weights.
@@ -82,6 +84,7 @@ class Serial:
         }
         self.model = model.to(types.compute).train()
         self.optimizer = build_plain(options, self._trained())
+        self.narrow: str | None = None
         for path in blocks:
             _name_sites(self.model.get_submodule(path), path)
         self._rest()
@@ -118,7 +121,12 @@ class Serial:
 
     def _forward(self, position: Position, batch: dict[str, Tensor]) -> tuple[Tensor, Any]:
         with at(position._replace(layouts=self.layouts)), inside(self.model, ""):
-            return self.loss(self.model, batch)
+            if self.narrow is not None:
+                return self.loss(self.model, batch)
+            with Calls().watching(self.model) as calls, _Narrow(calls, self.types.compute) as narrow:
+                result = self.loss(self.model, batch)
+        self.narrow = narrow.where
+        return result
 
     def _taken_gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.model.named_parameters():
@@ -147,6 +155,22 @@ class Serial:
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, master) for name, master in self.masters.items() if master.requires_grad]
+
+
+class _Narrow(TorchFunctionMode):
+    """Looks for a module that computes in a narrower type than it is given: where the first one is, or ""."""
+
+    def __init__(self, calls: Calls, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.calls, self.dtype, self.where = calls, dtype, ""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = args[0] if args else None
+        if not self.where and isinstance(given, Tensor) and isinstance(result, Tensor) and given.dtype == self.dtype:
+            if result.is_floating_point() and result.itemsize < given.itemsize:
+                self.where = self.calls.inside or "the model"
+        return result
 
 
 def _name_sites(block: nn.Module, path: str) -> None:

@@ -34,6 +34,7 @@ class Verdict:
         backend: what carried the messages.
         inexact: why the model's random numbers cannot be those of one process, one line each.
         drifted: buffers that ranks hold different values of.
+        narrow: the first module that computes in a narrower type than the plan's; "" if there is none.
     """
 
     plan: Plan
@@ -44,6 +45,7 @@ class Verdict:
     backend: str
     inexact: tuple[str, ...]
     drifted: tuple[str, ...] = ()
+    narrow: str = ""
 
     @classmethod
     def of(cls, plan: Plan, evidence: Sequence[Evidence], backend: str) -> Verdict:
@@ -52,7 +54,17 @@ class Verdict:
         agree = len({one.digest for one in evidence}) == 1
         names = sorted({name for one in evidence for name in one.buffers})
         drifted = tuple(name for name in names if len({one.buffers.get(name) for one in evidence}) > 1)
-        return cls(plan, evidence[0].steps, moved, agree, len(evidence), backend, evidence[0].inexact, drifted)
+        return cls(
+            plan,
+            evidence[0].steps,
+            moved,
+            agree,
+            len(evidence),
+            backend,
+            evidence[0].inexact,
+            drifted,
+            evidence[0].narrow,
+        )
 
     @property
     def exact(self) -> bool:
@@ -69,7 +81,16 @@ class Verdict:
         """Of an exact plan: the largest difference by the measure. Of another: the bound of its gradient's error."""
         if not self.exact:
             return plan_bound(self.plan) + EPSILON[self.plan.placement.precision]
-        return max(EPSILON[self.plan.placement.precision], min(ROUNDINGS * self.rounding, LARGEST))
+        epsilon = EPSILON["fp32" if self._rounding_modules else self.plan.placement.precision]
+        return max(epsilon, min(ROUNDINGS * self.rounding, LARGEST))
+
+    @property
+    def _rounding_modules(self) -> tuple[str, ...]:
+        """What rounds sums over cut features to float32 (an RMS norm of Llama): the first such module, if there is one.
+
+        Rows that are cut round alike in it, so the reference with its rows cut does not show this.
+        """
+        return (self.narrow,) if self.narrow and self.plan.placement.grid.cuts_features else ()
 
     @property
     def worst(self) -> Distance:
@@ -158,6 +179,7 @@ class Verdict:
             f"plan       {self.plan}",
             f"promise    {kind}",
             *(f"not exact  {line}" for line in self.inexact),
+            *(f"rounds     {one} computes in float32 whatever it is given" for one in self._rounding_modules),
             f"run        {_counted(len(self.steps), 'step')} on {_counted(self.ranks, 'rank')} ({self.backend}), "
             f"beside one plain process, in {self.plan.placement.precision}",
         ]

@@ -68,11 +68,16 @@ class Dealing:
             known.append(share)
         return share
 
-    def pairs(self, coordinates: Mapping[str, int]) -> set[tuple[int, int]]:
-        """(whole size, size here) of everything that is dealt."""
-        return {
-            (size, share.extent(coordinates[axis])) for (axis, size), shares in self.known.items() for share in shares
-        }
+    def ways(self, coordinates: Mapping[str, int]) -> dict[tuple[int, int], list[list[int]]]:
+        """(whole size, size here) of everything that is dealt → the ways in which so many indices are dealt to here."""
+        found: dict[tuple[int, int], list[list[int]]] = {}
+        for (axis, size), shares in self.known.items():
+            for share in shares:
+                here = [index for run in share.runs[coordinates[axis]] for index in run]
+                ways = found.setdefault((size, len(here)), [])
+                if here not in ways:
+                    ways.append(here)
+        return found
 
     def runs(self, axis: str, size: int, here: int, index: int) -> tuple[range, ...]:
         """The indices, of `size` over an axis, that the rank at `index` holds, given how many they are.
@@ -106,10 +111,14 @@ def deal_weights(model: nn.Module, anatomy: Anatomy, grid: Grid) -> Dealing:
             _deal_table(dealing, name, axis, shapes)
     for path, norm in anatomy.norms.items():
         for name in _own(model, path, names):
+            if not norm.spans and name in anatomy.raw:  # a group norm's: one element a channel
+                continue
             _deal_vector(dealing, name, shapes, norm.axis, norm.spans, _parent(path))
     for name, raw in anatomy.raw.items():
         if name not in dealing.cuts:
-            _deal_vector(dealing, name, shapes, raw.axis, raw.spans, _parent(name))
+            holder = _parent(name)
+            scope = _parent(holder) if holder in anatomy.norms else holder
+            _deal_vector(dealing, name, shapes, raw.axis, raw.spans, scope)
     for name, shape in shapes.items():
         dealing.cuts.setdefault(name, Cut(shape, (None,) * len(shape)))
     return dealing
@@ -192,6 +201,9 @@ def _outputs(dealing: Dealing, name: str, axis: str, sections: Sequence[int], co
         if not all(dealt):
             raise PlacementError(_too_few(name, axis, ranks, count, "heads" if unit > 1 else "features"))
         dealing.remember(Share(axis, tuple((units,) for units in dealt)), count)
+        each, copies = count // min(counts, default=count), ranks // min(counts, default=ranks)
+        if each > 1 < copies:  # the queries of one key-value head, which code may count
+            dealing.remember(Share(axis, tuple((deal(each, copies, at % copies),) for at in range(ranks))), each)
         for units, mine in zip(dealt, runs, strict=True):
             mine.append(range(start + units.start * unit, start + units.stop * unit))
         section = Share(axis, tuple((range(units.start * unit, units.stop * unit),) for units in dealt))

@@ -18,7 +18,7 @@ class Siblings(Uncopied):
     """Linears that are given the very same tensor: one product and one message for all, in both directions.
 
     Attributes:
-        modules: each has `weight` and `bias`.
+        modules: each has `weight`, and `bias` or none.
         contract, output: the axes over which their input and their output features lie.
         layout: of the weights: "out,in" or "in,out".
         shared: every rank of `contract` goes on with other features, which these outputs scale: their gradients are
@@ -57,7 +57,7 @@ class Siblings(Uncopied):
 
     def _compute(self, x: Tensor) -> tuple[Tensor, ...]:
         weights: list[Any] = [module.weight for module in self.modules]
-        biases: list[Any] = [module.bias for module in self.modules]
+        biases: list[Any] = [getattr(module, "bias", None) for module in self.modules]
         about: dict[str, Any] = {"contract": self.contract, "output": self.output, "layout": self.layout}
         if self.rows:
             return product(x, weights, biases, **about, overlap=self.overlap, rows=0, keep=True)

@@ -32,6 +32,27 @@ class NormExecutor(Executor):
             return self.inner(x, *args, **kwargs)
 
 
+class GroupExecutor(Executor):
+    """A group norm over channels that lie over an axis in whole groups: it has as many of them as are here."""
+
+    def on_blocks(self, *args: Any, **kwargs: Any) -> Any:
+        """[rows, channels here, …] → same."""
+        with _GroupsHere(self.module):
+            return self.inner(*args, **kwargs)
+
+
+class _GroupsHere(TorchFunctionMode):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm: Any = norm
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is F.group_norm and args[1] == self.norm.num_groups:
+            here = args[1] * args[0].shape[1] // self.norm.num_channels
+            return func(args[0], here, *args[2:], **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
 class _OverAxis(TorchFunctionMode):
     """Reductions over the last dim of a tensor with this rank's features are taken over the axis."""
 
@@ -44,6 +65,11 @@ class _OverAxis(TorchFunctionMode):
         known = _KNOWN.get(func)
         if known is not None and args and args[0].shape[-1:] == (self.here,):
             return known(self.norm, *args, **kwargs)
+        if func in (F.group_norm, torch.group_norm):
+            raise PlacementError(
+                f"{self.norm.path}: a group of its channels lies over several ranks of {self.norm.axis.name}; expected "
+                f"whole groups on every rank. Leave out plan.placement.tensor.{self.norm.axis.name}"
+            )
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) and args and isinstance(args[0], Tensor) and args[0].dim():
             self._refuse_reduction(func, args[0], result)

@@ -1,13 +1,15 @@
 """A dry run of the split model beside the whole one: every shape must be the whole's, but for what is cut.
 
 A count of heads that a module keeps to itself can fold heads into time and still run (`view(batch, -1, heads, width)`).
-So every function that the model calls is compared, not the modules' outputs alone. Tensors have no values (or none that
-matter), and the mesh is dry: nothing is allocated, nothing sent, and the bytes that would be sent are counted.
+So every function that the model calls is compared, not the modules' outputs alone, and tried on numbers where shapes do
+not tell (`probe.py`). Tensors have no values (or none that matter), and the mesh is dry: nothing is allocated, nothing
+sent, and the bytes that would be sent are counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
@@ -25,6 +27,7 @@ from fourfold.anatomy.rehearsal import Rehearsal, sites
 from fourfold.anatomy.twin import twin
 from fourfold.placement.refusals import PlacementError
 from fourfold.placement.tensor.dealing import Dealing
+from fourfold.placement.tensor.probe import Call, agrees, suspicious
 from fourfold.torch_private import leaves
 
 Shape = tuple[int, ...]
@@ -37,6 +40,7 @@ class Made(NamedTuple):
     module: str
     function: str
     shapes: tuple[Shape, ...]
+    call: Call
 
 
 @dataclass
@@ -45,15 +49,24 @@ class Run:
 
     Attributes:
         made: every function called outside of the modules that executors take over.
+        inside: those called inside of them, by name, in order, by module.
+        times: module → how often it was called.
         draws: dropout site → shape of what is dropped from.
         outputs: shapes of the floating tensors that the model returned.
-        widths: module path → features of the first floating tensor that it is given, and that it gives; of those asked.
+        given, gave: shapes of the floating tensors that modules that run whole are given, and give, by path.
+        running: the function that runs, and in which module; where the run was when it ended.
+        error: what ended it before its end; it is then as far as it came.
     """
 
     made: list[Made] = field(default_factory=list)
+    inside: dict[str, list[str]] = field(default_factory=dict)
+    times: Counter[str] = field(default_factory=Counter)
     draws: dict[str, Shape] = field(default_factory=dict)
     outputs: list[Shape] = field(default_factory=list)
-    widths: dict[str, tuple[int, int]] = field(default_factory=dict)
+    given: dict[str, list[Shape]] = field(default_factory=dict)
+    gave: dict[str, list[Shape]] = field(default_factory=dict)
+    running: str = ""
+    error: Exception | None = None
 
 
 class _Shapes(TorchFunctionMode):
@@ -62,13 +75,19 @@ class _Shapes(TorchFunctionMode):
         self.calls, self.opaque, self.run = calls, opaque, run
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        inside, name = self.calls.inside, getattr(func, "__name__", str(func))
+        if name in ("__get__", "__set__") or not self.calls.running:
+            return func(*args, **(kwargs or {}))
+        self.run.running = f"{inside or 'the model'}: {name}"
+        call = Call.of(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
-        inside = self.calls.inside
-        if inside and not any(inside == path or inside.startswith(f"{path}.") for path in self.opaque):
+        self.run.running = ""
+        opaque = next((path for path in self.opaque if inside == path or inside.startswith(f"{path}.")), None)
+        if opaque is not None:
+            self.run.inside.setdefault(opaque, []).append(name)
+        elif any(isinstance(value, Tensor) for value in leaves((args, result))):
             shapes = tuple(tuple(value.shape) for value in leaves(result) if isinstance(value, Tensor))
-            name = getattr(func, "__name__", str(func))
-            if shapes and name != "__get__":
-                self.run.made.append(Made(inside, name, shapes))
+            self.run.made.append(Made(inside, name, shapes, call))
         return result
 
 
@@ -78,26 +97,33 @@ def run(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], anatomy: Anat
     rehearsal = Rehearsal(calls)
 
     def note(module: nn.Module, args: Any, result: Any) -> None:
-        found.outputs = [tuple(value.shape) for value in _floating(result)]
+        found.outputs = _floating(result)
 
-    def measure(path: str, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        given, made = _floating((args, kwargs)), _floating(result)
-        found.widths[path] = given[0].shape[-1], made[0].shape[-1]
+    def give(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        found.given[path] = _floating((args, kwargs))
+
+    def get(path: str, module: nn.Module, args: Any, result: Any) -> None:
+        found.gave[path] = _floating(result)
 
     with ExitStack() as stack:
         stack.callback(model.register_forward_hook(note).remove)
         for path in anatomy.whole:
-            hook = model.get_submodule(path).register_forward_hook(partial(measure, path), with_kwargs=True)
-            stack.callback(hook.remove)
+            module = model.get_submodule(path)
+            stack.callback(module.register_forward_pre_hook(partial(give, path), with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(partial(get, path)).remove)
         for mode in (calls.watching(model), _Shapes(calls, opaque, found), rehearsal):
             stack.enter_context(mode)
-        loss(model, dict(batch))
+        try:
+            loss(model, dict(batch))
+        except Exception as error:  # operators refuse shapes in many ways; what it means is said when runs are compared
+            found.error = error
+    found.times = Counter(call.path for call in calls.done)
     found.draws = {site: tuple(seen.shape) for site, seen in sites(rehearsal.seen, calls.done, anatomy.blocks).items()}
     return found
 
 
-def _floating(value: Any) -> list[Tensor]:
-    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+def _floating(value: Any) -> list[Shape]:
+    return [tuple(leaf.shape) for leaf in leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 @dataclass(frozen=True)
@@ -163,38 +189,76 @@ class Stage:
 
 
 def compare(whole: Run, local: Run, dealing: Dealing, coordinates: Mapping[str, int]) -> None:
-    """Every shape of the split run is that of the whole run, but where a dim is one that is cut.
+    """Every shape of the split run is that of the whole run, but where a dim is one that is cut; and so are values.
 
     Raises:
         PlacementError: names the module, the function and the two shapes.
     """
-    pairs = dealing.pairs(coordinates)
-    for one, other in _matched(whole.made, local.made):
-        if not _fits(one.shapes, other.shapes, pairs):
+    if isinstance(local.error, PlacementError):
+        raise local.error
+    _compare_whole(whole, local)
+    ways = dealing.ways(coordinates)
+    tried: set[str] = set()
+    for one, other in _matched(whole, local):
+        if not _fits(one.shapes, other.shapes, ways):
             raise PlacementError(
-                f"{one.module}: {one.function} gives {_text(one.shapes)} in the whole model, and {_text(other.shapes)} "
+                f"{_named(one)} gives {_text(one.shapes)} in the whole model, and {_text(other.shapes)} "
                 "on a part of its heads or features: other dims differ than those that are cut. Does it count heads by "
-                "an attribute or a config that placement does not know? Leave out plan.placement.tensor"
+                f"an attribute or a config that placement does not know? {_REMEDY}"
             )
+        if suspicious(one.function, one.call, other.call):
+            signature = repr((one.function, one.call.args, one.call.kwargs, other.call.args, other.call.kwargs))
+            if signature not in tried and not agrees(one.call, other.call, ways):
+                raise PlacementError(
+                    f"{_named(one)} does not make of a part of the heads or features what it makes of all of them: it "
+                    "moves or mixes them, or takes their number or their places from the shape of a tensor. Let a "
+                    f"module of its own do it, which can run whole, or write it for every feature by itself; {_REMEDY}"
+                )
+            tried.add(signature)
+    if local.error is not None:
+        reason = (str(local.error).strip() or type(local.error).__name__).splitlines()[0]
+        raise PlacementError(
+            f"{local.running or 'the model'} fails on a part of the heads or features ({reason}). Does it take their "
+            f"number from an attribute, a config or a buffer that placement does not know? {_REMEDY}"
+        ) from local.error
 
 
-def _matched(whole: Sequence[Made], local: Sequence[Made]) -> Iterator[tuple[Made, Made]]:
+_REMEDY = "leave out plan.placement.tensor, or the axis of it that cuts these features"
+
+
+def _named(made: Made) -> str:
+    return f"{made.module or 'the model'}: {made.function}"
+
+
+def _compare_whole(whole: Run, local: Run) -> None:
+    """What runs whole finds the features that it is given in the last dim, and nowhere else."""
+    for path, shapes in local.given.items():
+        for one, other in zip(whole.given[path], shapes, strict=False):
+            differing = [dim for dim, (a, b) in enumerate(zip(one, other, strict=False)) if a != b]
+            if len(one) != len(other) or differing not in ([], [len(one) - 1]):
+                raise PlacementError(
+                    f"{path}: must run on whole features, and is given {list(other)} of {list(one)}: expected features "
+                    f"in the last dim, as linears have them; {_REMEDY}"
+                )
+
+
+def _matched(whole: Run, local: Run) -> Iterator[tuple[Made, Made]]:
     """Calls of the same function in the same module, in order.
 
     One of the two may call more where its code asks how many heads there are: a single key-value head need not be
     repeated.
     """
-    if [made[:2] for made in whole] == [made[:2] for made in local]:
-        yield from zip(whole, local, strict=True)
+    if local.error is not None or [made[:2] for made in whole.made] == [made[:2] for made in local.made]:
+        yield from zip(whole.made, local.made, strict=False)
         return
-    for module in dict.fromkeys(made.module for made in whole):
-        ours, theirs = ([made for made in run if made.module == module] for run in (whole, local))
+    for module in dict.fromkeys(made.module for made in whole.made):
+        ours, theirs = ([made for made in run.made if made.module == module] for run in (whole, local))
         names = ([made.function for made in run] for run in (ours, theirs))
         for at, there, count in SequenceMatcher(None, *names, autojunk=False).get_matching_blocks():
             yield from zip(ours[at : at + count], theirs[there : there + count], strict=True)
 
 
-def _fits(whole: tuple[Shape, ...], local: tuple[Shape, ...], pairs: set[tuple[int, int]]) -> bool:
+def _fits(whole: tuple[Shape, ...], local: tuple[Shape, ...], pairs: Collection[tuple[int, int]]) -> bool:
     return len(whole) == len(local) and all(
         len(before) == len(after) and all(a == b or (a, b) in pairs for a, b in zip(before, after, strict=True))
         for before, after in zip(whole, local, strict=True)

@@ -26,8 +26,9 @@ from fourfold.placement.tensor.executor import Switch
 from fourfold.placement.tensor.experts import ExpertsExecutor, Role
 from fourfold.placement.tensor.experts import refuse as refuse_experts
 from fourfold.placement.tensor.heads import Counts, Patch, patches
+from fourfold.placement.tensor.layers import refuse_layers
 from fourfold.placement.tensor.linears import ConvolutionExecutor, LinearExecutor, Siblings
-from fourfold.placement.tensor.norms import NormExecutor
+from fourfold.placement.tensor.norms import GroupExecutor, NormExecutor
 from fourfold.placement.tensor.regions import LossScope, RootExecutor, WholeExecutor
 from fourfold.placement.tensor.rehearsal import Stage
 from fourfold.placement.tensor.sequence import EdgeExecutor, GatheringExecutor, Time
@@ -88,11 +89,15 @@ class Split:
         self._stage = stage
         opaque = frozenset(self._taken_over(stage.model))
         with stage.entered():
-            whole = rehearsal.run(stage.twin({}), stage.loss, stage.inputs(), self.anatomy, opaque)
+            twin = stage.twin({})
+            whole = rehearsal.run(twin, stage.loss, stage.inputs(), self.anatomy, opaque)
+            if whole.error is not None:
+                raise whole.error
+            refuse_layers(twin, self.anatomy, whole)
             for place, (axis, shape) in enumerate(zip(self.anatomy.outputs, whole.outputs, strict=False)):
                 if axis is not None and self.mesh[axis].size > 1:
                     self.outputs[place] = axis, shape[-1]
-            self.widths = whole.widths
+            self.widths = {path: _widths(whole, path) for path in self.anatomy.whole}
             split, model = self._dry(Ledger())
             with split.scope.around():
                 local = rehearsal.run(model, stage.loss, stage.inputs(), self.anatomy, opaque)
@@ -100,7 +105,7 @@ class Split:
             self._remember_time(split.time)
         if split.cube is not None:
             self._remember_rows(split.cube, whole)
-        rehearsal.compare(whole, local, self.dealing, self.mesh.coordinates)
+        self._refuse_anywhere(lambda: rehearsal.compare(whole, local, self.dealing, self.mesh.coordinates))
         about = self.anatomy, self.dealing, self.mesh.coordinates, self.windows
         self.dropped = rehearsal.cuts(whole, local, *about)
 
@@ -120,6 +125,27 @@ class Split:
         for each, total in ((1, time.steps), (time.rows, time.rows * time.steps)):
             runs = [range(each * mine.start, each * mine.stop) for mine in time.runs()]
             self.dealing.remember(Share("y", tuple((run,) for run in runs)), total)
+
+    def _refuse_anywhere(self, compare: Callable[[], None]) -> None:
+        """Ranks hold different parts, so one of them may find what the others do not: then all refuse.
+
+        Raises:
+            PlacementError: this rank's own, or one that says where another was raised.
+        """
+        axis, error = self.mesh.over("x", "y"), None
+        try:
+            compare()
+        except PlacementError as found:
+            error = found
+        refusing = [index for index, (flag,) in enumerate(axis.collect([float(error is not None)])) if flag]
+        if error is not None:
+            raise error
+        if refusing and not axis.dry:
+            y, x = divmod(refusing[0], self.mesh["x"].size)
+            raise PlacementError(
+                f"the part of the model on the ranks with x = {x}, y = {y} does not compute what the whole model does; "
+                "these ranks say what and where. Leave out plan.placement.tensor"
+            )
 
     def forecast(self, ledger: Ledger, batches: Sequence[Mapping[str, Tensor]], *, recompute: bool) -> None:
         """Add what this rank sends over x and y in a step, by running it dry: shapes decide, and formulas count.
@@ -323,9 +349,13 @@ class Split:
 
     def _attach_norms(self, model: nn.Module, names: Mapping[int, str]) -> None:
         for path, norm in self.anatomy.norms.items():
-            if norm.axis is None or not norm.spans or self.mesh[norm.axis].size == 1:
+            if norm.axis is None or self.mesh[norm.axis].size == 1:
                 continue
             module = model.get_submodule(path)
+            if not norm.spans:
+                if isinstance(module, nn.GroupNorm):
+                    GroupExecutor(self.switch, module)
+                continue
             first = next(module.parameters(recurse=False))
             size = self.dealing.cuts[names[id(first)]].shape[-1]
             NormExecutor(self.switch, module, path, self.mesh[norm.axis], size)
@@ -365,6 +395,11 @@ class Split:
         self.switch.split = split
         for patch in self._patches:
             patch.apply(split=split)
+
+
+def _widths(whole: rehearsal.Run, path: str) -> tuple[int, int]:
+    """Features of the first floating tensor that a module is given, and of the first that it gives."""
+    return whole.given[path][0][-1], whole.gave[path][0][-1]
 
 
 def _summing(axis: Axis) -> Callable[[Tensor], Tensor]:
