@@ -69,7 +69,7 @@ def traces(name: str) -> Traces:
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks(gloo, name, settings):
-    measured = gloo(2, body, name, settings)[0]
+    measured = gloo(2, body, name, settings, timeout=240)[0]
     found = forecast(traces(name), CLUSTER, Plan.of(settings))
     of_the_batch = sum(tensor.nbytes for tensor in batch(ROWS).values())
     print(name, settings, found.peak - of_the_batch, measured, (found.peak - of_the_batch) / sum(measured), found.ledger.memory, found.when)

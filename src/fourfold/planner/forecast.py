@@ -17,9 +17,12 @@ from fourfold.placement.traffic import Exchange, exchanges
 from fourfold.plan import Placement, Plan
 from fourfold.planner import bytes as traffic
 from fourfold.planner import clock, memory
+from fourfold.planner.grids import nearest
+from fourfold.planner.likeness import network
 from fourfold.planner.parcels import parcels, precision
 from fourfold.planner.subject import OPTIMIZER_STATES, Subject
 from fourfold.planner.tape import Tape
+from fourfold.planner.tolls import AXES, Factors, Job
 from fourfold.planner.trace import Settings
 from fourfold.planner.traces import CutError, Traces
 
@@ -91,7 +94,7 @@ def forecast(subject: Subject | Traces, cluster: Cluster, plan: Plan) -> Forecas
         local = {} if grid is None else traces.local(grid)
         tapes = [traces.tape(dataclasses.replace(settings, rows=rows)) for rows in _rows(traces, placement, microbatches)]
     except CutError as error:
-        raise ForecastError(str(error)) from error
+        raise ForecastError(f"{error}{_near(traces, plan)}") from error
     tape = tapes[0]
     settings = dataclasses.replace(settings, rows=tape.rows)
     units = _units(traces, tape, placement, types, local)
@@ -134,6 +137,16 @@ def forecast(subject: Subject | Traces, cluster: Cluster, plan: Plan) -> Forecas
     }
     bound = _bound(ledger, cluster, plan, traces.subject, microbatches)
     return Forecast(plan, ledger, likely, low.total, high.total, account.when, cluster.device.memory, bound)
+
+
+def _near(traces: Traces, plan: Plan) -> str:
+    """Grids of the same world size on which the model can be laid, in words; empty where closed forms know none."""
+    likeness = network(traces)
+    if likeness is None:
+        return ""
+    sizes = plan.placement.axes()
+    found = nearest(likeness, Factors(*(sizes[axis] for axis in AXES)), Job(traces.subject.rows))
+    return f"; nearest grids of {plan.world} that fit: {'; '.join(map(str, found))}" if found else ""
 
 
 def _rows(traces: Traces, placement: Placement, microbatches: int) -> list[int]:
