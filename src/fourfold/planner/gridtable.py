@@ -19,8 +19,8 @@ def tables(forecasts: Sequence[Forecast], estimated: Sequence[Estimate]) -> Iter
     """The best plan of every grid that was forecast, and below them the grids that were not."""
     best = list(best_of_each(forecasts).values())
     table = Table(title="grids, each by its best plan", title_justify="left")
-    for name in ("grid", "step", "compute", f"waits for {_axes()}", "memory", f"sent over {_axes()}", "loses to the best"):
-        table.add_column(name, justify="left" if name in ("grid", "loses to the best") else "right")
+    for name in ("grid", "step", "compute", "waits for", "memory", "sends over", "loses to the best"):
+        table.add_column(name, justify="right" if name in ("step", "compute", "memory") else "left")
     for one in best[:SHOWN]:
         timing = one.timing
         times = in_seconds(timing.total), in_seconds(timing.compute + timing.stretched), _waits(timing.exposed)
@@ -52,7 +52,10 @@ def behind(one: Forecast, best: Forecast) -> str:
     grew["compute"] = mine.compute + mine.stretched - its.compute - its.stretched
     grew["the update"] = mine.update - its.update
     worst = max(grew, key=lambda part: grew[part])
-    return f"{in_seconds(grew[worst])} more in {worst}"
+    slower = mine.total - its.total
+    if slower <= 0:
+        return "no time"  # as fast, with more memory
+    return f"{in_seconds(slower)}: {worst} + {in_seconds(grew[worst])}"
 
 
 def to_dict(one: Estimate) -> dict[str, Any]:
@@ -86,21 +89,18 @@ def _more(listed: Sequence[Any]) -> list[str]:
     return [f"and {len(listed) - SHOWN} more"] if len(listed) > SHOWN else []
 
 
-def _axes() -> str:
-    return ", ".join(AXES)
-
-
 def _waits(exposed: Mapping[str, float]) -> str:
-    others = sum(waited for axis, waited in exposed.items() if _main(axis) not in AXES)
-    each = [sum(waited for axis, waited in exposed.items() if _main(axis) == name) for name in AXES]
-    return " ".join(in_seconds(waited) if waited else "0" for waited in [*each, *([others] if others else [])])
+    waits: dict[str, float] = dict.fromkeys(AXES, 0.0)
+    for axis, waited in exposed.items():
+        waits[_main(axis)] = waits.get(_main(axis), 0.0) + waited
+    return "\n".join(f"{axis} {in_seconds(waited)}" for axis, waited in waits.items() if waited)
 
 
 def _sent(one: Forecast) -> str:
     sent = dict.fromkeys(AXES, 0)
     for flow, traffic in one.ledger.traffic().items():
         sent[_main(flow.axis)] = sent.get(_main(flow.axis), 0) + traffic.bytes
-    return " ".join(in_bytes(nbytes) if nbytes else "0" for nbytes in sent.values())
+    return "\n".join(f"{axis} {in_bytes(nbytes)}" for axis, nbytes in sent.items() if nbytes)
 
 
 def _main(axis: str) -> str:

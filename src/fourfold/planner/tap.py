@@ -67,7 +67,13 @@ def span(axis: str, sizes: Mapping[str, int]) -> tuple[int, int]:
 
 
 class Listener(Protocol):
-    """Who is told."""
+    """Who is told.
+
+    Attributes:
+        deaf: what is computed just now only makes up what others would have sent.
+    """
+
+    deaf: bool
 
     def send(self, message: Message) -> int:
         """A collective is issued; returns its number."""
@@ -127,7 +133,11 @@ class _Channel(DryChannel):
 
     def driven(self, steps: Steps) -> Steps:
         """The results are there at once; that somebody waits for them is noted all the same."""
-        yield from super().driven(steps)
+        self.tap.listener.deaf = True
+        try:
+            yield from super().driven(steps)
+        finally:
+            self.tap.listener.deaf = False
         yield _UnderWay(self.tap.listener, self.tap.number)
 
 
