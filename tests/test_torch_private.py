@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from fourfold import torch_private
+from fourfold.wire import ops
+from fourfold.wire.dry import dry_mesh
 
 
 def test_this_torch_has_stateless_uniforms():
@@ -126,6 +128,27 @@ def test_dispatch_mode_sees_operators_below_autograd():
     with Watch():
         (torch.ones(2, requires_grad=True) * 2).sum().backward()
     assert seen.count("aten.mul.Tensor") == 2
+
+
+def test_composite_shows_a_mode_what_an_operator_calls():
+    seen = []
+
+    class Watch(torch_private.dispatch_mode()):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            if func.namespace == "fourfold":
+                with self:
+                    return torch_private.composite(func, args, kwargs or {})
+            return func(*args, **(kwargs or {}))
+
+    mesh = dry_mesh({"x": 2})
+    with torch_private.fake_tensors(), Watch():
+        total = ops.sum_identity(torch.ones(3), mesh["x"])
+    assert total.shape == (3,)
+    assert [name for name in seen if "sum_identity" in name or "clone" in name] == [
+        "fourfold.sum_identity.default",
+        "aten.clone.default",
+    ]
 
 
 def test_leaves_of_a_nest_in_order():

@@ -72,6 +72,14 @@ def dispatch_mode() -> type:
     return Mode
 
 
+def composite(function: Any, args: Any, kwargs: Any) -> Any:
+    """What an operator with one kernel for all devices (CompositeExplicitAutograd) gives, computed by that kernel here.
+
+    Called from a dispatch mode that has been entered again, so that the mode sees what the kernel calls.
+    """
+    return function.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+
+
 def leaves(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> Iterator[Any]:
     """Everything inside nested tuples, lists and dicts, in order; what `is_leaf` holds for is not looked into."""
     from torch.utils._pytree import tree_iter

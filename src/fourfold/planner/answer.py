@@ -6,7 +6,7 @@ from fourfold.hardware import Cluster
 from fourfold.plan import Plan
 from fourfold.planner.explain import Outlook
 from fourfold.planner.forecast import forecast
-from fourfold.planner.search import search
+from fourfold.planner.search import look
 from fourfold.planner.subject import Subject
 from fourfold.planner.traces import Traces
 
@@ -18,8 +18,11 @@ def plan(subject: Subject, cluster: Cluster, given: Plan | None = None, *, world
         TraceError, ForecastError: the model, or the plan, cannot be forecast at all.
     """
     traces = Traces(subject)
-    found = [forecast(traces, cluster, given)] if given is not None else search(traces, cluster, world=world)
-    return Outlook(subject, cluster, tuple(found), _notes(traces, cluster))
+    if given is not None:
+        return Outlook(subject, cluster, (forecast(traces, cluster, given),), _notes(traces, cluster))
+    found = look(traces, cluster, world=world)
+    notes = (*_notes(traces, cluster), *([found.why_none] if found.why_none else []))
+    return Outlook(subject, cluster, found.forecasts, notes, found.estimated)
 
 
 def _notes(traces: Traces, cluster: Cluster) -> tuple[str, ...]:

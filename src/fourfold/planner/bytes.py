@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -10,6 +10,7 @@ from fourfold.ledger import Ledger
 from fourfold.placement import seats, traffic
 from fourfold.plan import Events, Plan
 from fourfold.planner.memory import Parcel
+from fourfold.planner.tape import Tape
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,13 @@ class Seat:
 
 
 def count(
-    ledger: Ledger, plan: Plan, parcels: Sequence[Parcel], exchanges: Sequence[traffic.Exchange], microbatches: int
+    ledger: Ledger,
+    plan: Plan,
+    parcels: Sequence[Parcel],
+    exchanges: Sequence[traffic.Exchange],
+    microbatches: int,
 ) -> None:
-    """Add what one rank (the first) hands to the network in a step.
+    """Add what one rank (the first) hands to the network in a step but over x and y (see `features`).
 
     Weights and gradients over z, gradients over data, statistics of batch norms over both.
 
@@ -46,11 +51,26 @@ def count(
     about: dict[str, Any] = {"shard": placement.shard, "microbatches": microbatches, "ledger": ledger}
     traffic.weights(shipments, placement.z, itemsize=parcels[0].message, **about)
     traffic.gradients(shipments, placement.z, payload=payload, **about)
-    everyone = cast("Any", Seat("z+data", placement.world, 0))
+    everyone = cast("Any", Seat("z+data", placement.parts, 0))
     traffic.statistics(exchanges, everyone, microbatches=microbatches, ledger=ledger)
-    seat = cast("Any", Seat("data", placement.data, 0))
+    seat = cast("Any", Seat("data", placement.axes()["data"], 0))
     rule = plan.sync.module.Rule(plan.sync.options, seat, Events(), plan.replica_codec())
     sizes = [parcel.layout.trained for parcel in parcels if parcel.layout.trained]
     if sizes and plan.tallies_ride():
-        sizes[0] += seats.room(plan.world)
+        sizes[0] += seats.room(placement.parts)
     rule.forecast(ledger, sizes, parcels[0].master)
+
+
+def features(ledger: Ledger, plan: Plan, tapes: Iterable[Tape]) -> None:
+    """Add what the first rank hands to the network over x and y in a step.
+
+    Args:
+        tapes: of every micro-batch.
+    """
+    sizes = plan.placement.axes()
+    for tape in tapes:
+        for segment in tape.segments:
+            for event in segment.events:
+                if event.kind == "send":
+                    message = tape.messages[event.number]
+                    ledger.send(message.axis, message.kind, message.op, message.sent(sizes))

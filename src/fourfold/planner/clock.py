@@ -16,7 +16,8 @@ from fourfold.placement.traffic import Exchange
 from fourfold.plan import Placement
 from fourfold.planner.memory import Parcel
 from fourfold.planner.recorder import FORWARD
-from fourfold.planner.tape import Tape
+from fourfold.planner.tap import span
+from fourfold.planner.tape import Event, Tape
 
 UPDATE_BYTES = 7
 """Elements read and written a weight by an update with two moments: weight, gradient and moments in, all but the
@@ -94,7 +95,10 @@ def flops(tape: Tape) -> int:
 
 
 class Clock:
-    """Two lanes, compute and wire; the wire carries one collective at a time, in the order of their issue."""
+    """Two lanes, compute and wire; the wire carries one collective at a time, in the order of their issue.
+
+    Sums over x and y, for which the model waits soon, go before what travels in the background.
+    """
 
     def __init__(
         self,
@@ -112,10 +116,10 @@ class Clock:
         self.tape, self.parcels, self.placement, self.cluster = tape, parcels, placement, cluster
         self.microbatches, self.states, self.assume = microbatches, states, assume
         self.costs = operator_seconds(tape, cluster, dtype, assume)
-        self.z = Group.of(cluster, placement.z, 1)
-        self.data = Group.of(cluster, placement.data, placement.z)
-        self.everyone = Group.of(cluster, placement.world, 1)
+        self.sizes = placement.axes()
         self.exchanges = exchanges
+        self.said: dict[int, tuple[str, float]] = {}
+        self.front = 0.0
         self.home = {place: number for number, parcel in enumerate(parcels) for place in parcel.places}
         self.blocks = sorted(self.home)
         self.timing = Timing()
@@ -124,6 +128,7 @@ class Clock:
         self.arrives: dict[int, float] = {}
         self.live: set[int] = set()
         self.sums: list[tuple[str, float]] = []
+        self.speaks = [any(event.kind == "send" for event in segment.events) for segment in tape.segments]
 
     def run(self) -> Timing:
         """Simulate one step."""
@@ -145,13 +150,31 @@ class Clock:
 
     def _issue(self, axis: str, op: str, nbytes: float) -> float:
         """Put a collective on the wire; returns when it is complete."""
-        group = {"z": self.z, "data": self.data}.get(axis, self.everyone)
-        duration = seconds(op, nbytes, self.cluster, group) / self.assume.link
+        duration = self._takes(axis, op, nbytes)
         self.free = max(self.free, self.now) + duration
-        self.busy[axis] = self.busy.get(axis, 0.0) + duration
         if not self.placement.overlap:
             self._wait(axis, self.free)
         return self.free
+
+    def _takes(self, axis: str, op: str, nbytes: float) -> float:
+        size, stride = span(axis, self.sizes)
+        duration = seconds(op, nbytes, self.cluster, Group.of(self.cluster, size, stride)) / self.assume.link
+        self.busy[axis] = self.busy.get(axis, 0.0) + duration
+        return duration
+
+    def _say(self, number: int) -> None:
+        """A message over x or y goes first: what is in the background is delayed by as much."""
+        message = self.tape.messages[number]
+        duration = self._takes(message.axis, message.op, message.whole(self.sizes))
+        began = max(self.now, self.front)
+        self.front = began + duration
+        self.said[number] = message.axis, self.front
+        self.free = max(self.free, began) + duration
+        for unit, arrives in self.arrives.items():
+            self.arrives[unit] = arrives + duration if arrives > began else arrives
+        self.sums = [(axis, ends + duration if ends > began else ends) for axis, ends in self.sums]
+        if not self.placement.overlap:
+            self._wait(*self.said[number])
 
     def _wait(self, axis: str, finish: float) -> None:
         if finish > self.now:
@@ -171,13 +194,16 @@ class Clock:
         for number, parcel in enumerate(self.parcels):
             if not parcel.places:
                 self._ready(number)
-        for segment in self.tape.segments:
+        for segment, speaks in zip(self.tape.segments, self.speaks, strict=True):
             unit = self.home.get(segment.place)
             forward = segment.phase == FORWARD
             if unit is not None:
                 self._ready(unit)
                 self._ahead(segment.place, 1 if forward else -1)
-            self._compute(sum(self.costs[event.number] for event in segment.events if event.kind == "op"))
+            if speaks:
+                self._converse(segment.events)
+            else:
+                self._compute(sum(self.costs[event.number] for event in segment.events if event.kind == "op"))
             if unit is not None and forward and segment.place != self.blocks[-1]:
                 self.live.discard(unit)
             if unit is not None and not forward and segment.place == min(self.parcels[unit].places):
@@ -188,6 +214,16 @@ class Clock:
         for exchange in self.exchanges:
             for _ in range(exchange.calls):
                 self._wait(EVERYONE, self._issue(EVERYONE, exchange.op, exchange.nbytes))
+
+    def _converse(self, events: Sequence[Event]) -> None:
+        """Operators, and messages over x and y as they are sent and waited for between them."""
+        for event in events:
+            if event.kind == "op":
+                self._compute(self.costs[event.number])
+            elif event.kind == "send":
+                self._say(event.number)
+            elif event.kind == "wait":
+                self._wait(*self.said.pop(event.number))
 
     def _ahead(self, place: int, step: int) -> None:
         unit = self.home.get(place + step)

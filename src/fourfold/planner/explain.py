@@ -13,7 +13,10 @@ from rich.table import Table
 from fourfold.hardware import Cluster
 from fourfold.ledger.ledger import MEMORY
 from fourfold.plan import Plan
-from fourfold.planner.forecast import GIB, Forecast
+from fourfold.planner import gridtable as grids
+from fourfold.planner.forecast import Forecast
+from fourfold.planner.gridtable import in_bytes, in_seconds
+from fourfold.planner.search import Estimate
 from fourfold.planner.subject import Subject
 
 SHOWN = 10
@@ -27,12 +30,14 @@ class Outlook:
     Attributes:
         forecasts: ranked; the ones that do not fit are last.
         notes: what the reader should know about the figures.
+        estimated: grids that cut features and were not traced: known by closed form alone.
     """
 
     subject: Subject
     cluster: Cluster
     forecasts: tuple[Forecast, ...]
     notes: tuple[str, ...] = ()
+    estimated: tuple[Estimate, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -58,6 +63,8 @@ class Outlook:
             parts.append("no plan fits")
         if others:
             parts += [_rejected(others[:SHOWN]), *_left(others)]
+        if any(one.plan.placement.tensor for one in self.forecasts) or self.estimated:
+            parts += grids.tables(self.forecasts, self.estimated)
         return _rendered([*parts, *self.notes])
 
     def to_dict(self) -> dict[str, Any]:
@@ -69,6 +76,7 @@ class Outlook:
             "rows": self.subject.rows,
             "best": best.to_dict() if best else None,
             "forecasts": [to_dict(one) for one in self.forecasts],
+            "estimated": [grids.to_dict(one) for one in self.estimated],
             "notes": list(self.notes),
         }
 
@@ -104,8 +112,8 @@ def _table(forecasts: Sequence[Forecast]) -> Table:
         table.add_column(name, justify="left" if name == "plan" else "right")
     for one in forecasts:
         rate = one.ledger.notes["tokens"] / one.timing.total
-        span = f"{_seconds(one.low)} - {_seconds(one.high)}"
-        row = (_seconds(one.timing.total), span, f"{rate:,.0f}", _bytes(one.peak), _bytes(one.ledger.sent()))
+        span = f"{in_seconds(one.low)} - {in_seconds(one.high)}"
+        row = (in_seconds(one.timing.total), span, f"{rate:,.0f}", in_bytes(one.peak), in_bytes(one.ledger.sent()))
         table.add_row(str(one.plan), *row)
     return table
 
@@ -128,24 +136,24 @@ def _detail(one: Forecast) -> list[Any]:
     memory.add_column("category")
     memory.add_column("bytes", justify="right")
     for category in MEMORY:
-        memory.add_row(category, _bytes(one.ledger.memory.get(category, 0)))
-    memory.add_row("all", f"{_bytes(one.peak)} of {_bytes(one.budget)}")
+        memory.add_row(category, in_bytes(one.ledger.memory.get(category, 0)))
+    memory.add_row("all", f"{in_bytes(one.peak)} of {in_bytes(one.budget)}")
     time = Table(title="a step of a rank", title_justify="left")
     time.add_column("part")
     time.add_column("seconds", justify="right")
-    time.add_row("forward and backward", _seconds(one.timing.compute))
+    time.add_row("forward and backward", in_seconds(one.timing.compute))
     for axis, waited in one.timing.exposed.items():
-        time.add_row(f"waiting for {axis}", _seconds(waited))
+        time.add_row(f"waiting for {axis}", in_seconds(waited))
     if one.timing.stretched:
-        time.add_row("slowed by traffic beside it", _seconds(one.timing.stretched))
-    time.add_row("update", _seconds(one.timing.update))
+        time.add_row("slowed by traffic beside it", in_seconds(one.timing.stretched))
+    time.add_row("update", in_seconds(one.timing.update))
     parts: list[Any] = [f"best: {one.plan}", memory, time]
     if one.ledger.traffic():
         sent = Table(title="bytes that a rank sends in a step", title_justify="left")
         for name in ("axis", "kind", "collective", "calls", "bytes"):
             sent.add_column(name, justify="right" if name in ("calls", "bytes") else "left")
         for flow, traffic in one.ledger.traffic().items():
-            sent.add_row(flow.axis, flow.kind, flow.op, str(traffic.calls), _bytes(traffic.bytes))
+            sent.add_row(flow.axis, flow.kind, flow.op, str(traffic.calls), in_bytes(traffic.bytes))
         parts.append(sent)
     return parts
 
@@ -158,12 +166,3 @@ def _rendered(parts: Sequence[Any]) -> str:
     return out.getvalue().rstrip()
 
 
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
-
-
-def _bytes(value: float) -> str:
-    for unit, size in (("GiB", GIB), ("MiB", 1024**2), ("KiB", 1024)):
-        if value >= size:
-            return f"{value / size:.2f} {unit}"
-    return f"{value:.0f} B"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fourfold.anatomy import Anatomy
@@ -15,11 +17,14 @@ from fourfold.placement.traffic import Exchange, exchanges
 from fourfold.plan import Placement, Plan
 from fourfold.planner import bytes as traffic
 from fourfold.planner import clock, memory
+from fourfold.planner.grids import nearest
+from fourfold.planner.likeness import network
 from fourfold.planner.parcels import parcels, precision
 from fourfold.planner.subject import OPTIMIZER_STATES, Subject
 from fourfold.planner.tape import Tape
+from fourfold.planner.tolls import AXES, Factors, Job
 from fourfold.planner.trace import Settings
-from fourfold.planner.traces import Traces
+from fourfold.planner.traces import CutError, Traces
 
 GIB = 1024**3
 
@@ -74,7 +79,7 @@ def forecast(subject: Subject | Traces, cluster: Cluster, plan: Plan) -> Forecas
 
     Raises:
         TraceError: the model cannot be run at all.
-        ForecastError: more ranks than devices.
+        ForecastError: more ranks than devices, or the model cannot be cut over the grid: says where, and what fits.
     """
     traces = subject if isinstance(subject, Traces) else Traces(subject)
     if plan.world > cluster.world:
@@ -82,11 +87,17 @@ def forecast(subject: Subject | Traces, cluster: Cluster, plan: Plan) -> Forecas
         raise ForecastError(f"the plan ({plan}) needs {needed}, and the machine has {cluster.world}")
     placement = plan.placement
     microbatches = getattr(plan.schedule.options, "microbatches", 1)
-    rows = len(share(traces.subject.rows, microbatches, plan.world, 0, 0))
     types = precision(placement, cluster)
-    settings = Settings(max(1, rows), str(types.compute).removeprefix("torch."), placement.recompute)
-    tape = traces.tape(settings)
-    units = _units(traces, tape, placement, types)
+    grid = dataclasses.replace(placement.grid, z=1, copies=1) if placement.grid.cuts_features else None
+    settings = Settings(1, str(types.compute).removeprefix("torch."), placement.recompute, grid=grid)
+    try:
+        local = {} if grid is None else traces.local(grid)
+        tapes = [traces.tape(dataclasses.replace(settings, rows=rows)) for rows in _rows(traces, placement, microbatches)]
+    except CutError as error:
+        raise ForecastError(f"{error}{_near(traces, plan)}") from error
+    tape = tapes[0]
+    settings = dataclasses.replace(settings, rows=tape.rows)
+    units = _units(traces, tape, placement, types, local)
     states = OPTIMIZER_STATES[traces.subject.optimizer]
     account = memory.Simulation(
         memory.Job(
@@ -98,11 +109,13 @@ def forecast(subject: Subject | Traces, cluster: Cluster, plan: Plan) -> Forecas
             overlap=placement.overlap,
             receive=1 if cluster.is_cpu else 0,
             extra=tape.buffer_bytes + tape.batch_bytes,
+            sizes=placement.axes(),
         )
     ).run()
     account.peak[memory.OTHER] += cluster.device.reserved
     ledger = Ledger(memory={category: account.peak[category] for category in MEMORY})
     told = _exchanges(traces.anatomy, tape, placement)
+    traffic.features(ledger, plan, tapes)
     traffic.count(ledger, plan, units, told, microbatches)
     where = (tape, units, placement, cluster)
     likely, low, high = (
@@ -126,25 +139,45 @@ def forecast(subject: Subject | Traces, cluster: Cluster, plan: Plan) -> Forecas
     return Forecast(plan, ledger, likely, low.total, high.total, account.when, cluster.device.memory, bound)
 
 
-def _units(traces: Traces, tape: Tape, placement: Placement, types: Precision) -> tuple[memory.Parcel, ...]:
+def _near(traces: Traces, plan: Plan) -> str:
+    """Grids of the same world size on which the model can be laid, in words; empty where closed forms know none."""
+    likeness = network(traces)
+    if likeness is None:
+        return ""
+    sizes = plan.placement.axes()
+    found = nearest(likeness, Factors(*(sizes[axis] for axis in AXES)), Job(traces.subject.rows))
+    return f"; nearest grids of {plan.world} that fit: {'; '.join(map(str, found))}" if found else ""
+
+
+def _rows(traces: Traces, placement: Placement, microbatches: int) -> list[int]:
+    """Rows of this rank's micro-batches, the first of which has the most. A rank without rows computes one."""
+    parts = (share(traces.subject.rows, microbatches, placement.parts, number, 0) for number in range(microbatches))
+    return [max(1, len(part)) for part in parts]
+
+
+def _units(
+    traces: Traces, tape: Tape, placement: Placement, types: Precision, local: Mapping[str, Sequence[int]]
+) -> tuple[memory.Parcel, ...]:
     """The placement's units on this device."""
     places = {path: place for place, path in enumerate(tape.blocks)}
     apart = types.upcast or (placement.shard == "parameters" and placement.z > 1)
     comes_to = reached(traces.anatomy, (name for name, _, trained in tape.weights if trained))
-    return parcels(traces.units(placement.message, apart, types.message.itemsize), places, placement, types, comes_to)
+    listed = traces.units(placement.message, apart, types.message.itemsize)
+    return parcels(listed, places, placement, types, comes_to, local)
 
 
 def _exchanges(anatomy: Anatomy, tape: Tape, placement: Placement) -> list[Exchange]:
     """The statistics that a micro-batch's batch norms take over all ranks."""
     twice = anatomy.blocks if placement.recompute == "full" else ()
     trained = [name for name, _, trained in tape.weights if trained]
-    return list(exchanges(anatomy.batch_norms, placement.world, recomputed=twice, trained=trained))
+    return list(exchanges(anatomy.batch_norms, placement.parts, recomputed=twice, trained=trained))
 
 
 def _bound(ledger: Ledger, cluster: Cluster, plan: Plan, subject: Subject, microbatches: int) -> str:
     """The constraint that rules the plan out, in words; empty if none does."""
-    if subject.rows < plan.world * microbatches:
-        pieces = f"{plan.world} rank{'s'[: plan.world > 1]}"
+    parts = plan.placement.parts
+    if subject.rows < parts * microbatches:
+        pieces = f"{parts} rank{'s'[: parts > 1]}" if parts == plan.world else f"z x data = {parts}"
         pieces += f" x {microbatches} micro-batches" if microbatches > 1 else ""
         return f"rows: {pieces}, and the batch has {subject.rows}: some ranks would compute nothing"
     need, have = sum(ledger.memory.values()), cluster.device.memory

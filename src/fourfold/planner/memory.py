@@ -8,7 +8,7 @@ weights, messages) come and go around its segments, as `placement` does it:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fourfold.ledger.ledger import MEMORY
@@ -113,6 +113,7 @@ class Job:
         states: tensors of a weight's size that the optimizer keeps.
         receive: copies of a gradient message that the backend receives into while it sums (gloo and threads: 1).
         extra: bytes of buffers and of the batch.
+        sizes: of the mesh's axes.
     """
 
     tape: Tape
@@ -123,6 +124,11 @@ class Job:
     overlap: bool = True
     receive: int = 1
     extra: int = 0
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+    def received(self, number: int) -> int:
+        """Bytes that the backend receives into while a message of the tape is under way."""
+        return self.receive * self.tape.messages[number].received(self.sizes)
 
 
 def plain(tape: Tape, workspace: Sequence[int], *, states: int, itemsize: int) -> Account:
@@ -159,12 +165,14 @@ def _play(
     workspace: Sequence[int],
     gradients: dict[int, int],
     taken: Callable[[int], bool] = lambda place: False,
+    received: Callable[[int], int] = lambda message: 0,
 ) -> None:
     """Let a segment's storages come and go.
 
     Args:
         gradients: collects, by place, the bytes of finished gradients.
         taken: gradients of this place go to the flat gradient, and away, as soon as they are there.
+        received: bytes that are received into while a message is under way.
     """
     fresh = 0
     for event in segment.events:
@@ -172,6 +180,10 @@ def _play(
         fresh = 0
         if event.kind == "op":
             account.touch(WORKSPACE, workspace[event.number])
+            continue
+        if event.kind in ("send", "wait"):
+            nbytes = received(event.number)
+            account.hold(WORKSPACE, nbytes if event.kind == "send" else -nbytes)
             continue
         assert event.key is not None
         storage = tape.storages[event.key]
@@ -230,7 +242,7 @@ class Simulation:
         for segment in self.job.tape.segments:
             self.account.doing = doing(self.job.tape, segment)
             self._enter(segment)
-            _play(self.account, self.job.tape, segment, self.job.workspace, self.gradients, self._taken)
+            _play(self.account, self.job.tape, segment, self.job.workspace, self.gradients, self._taken, self.job.received)
             self._leave(segment, last)
         for number in reversed(range(len(self.job.parcels))):
             self._depart(number, last)

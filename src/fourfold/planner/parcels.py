@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,12 @@ def precision(placement: Placement, cluster: Cluster) -> Precision:
 
 
 def parcels(
-    units: list[Any], places: dict[str, int], placement: Placement, types: Precision, reached: frozenset[str]
+    units: list[Any],
+    places: dict[str, int],
+    placement: Placement,
+    types: Precision,
+    reached: frozenset[str],
+    local: Mapping[str, Sequence[int]],
 ) -> tuple[Parcel, ...]:
     """The units of `traces.Traces.units`, cut over z.
 
@@ -31,11 +37,12 @@ def parcels(
         placement: that cuts them.
         types: of their elements.
         reached: blocks that backward comes to.
+        local: shapes of the blocks that this rank holds of weights that are cut over x and y.
     """
     sharded = placement.shard == "parameters" and placement.z > 1
     return tuple(
         Parcel(
-            layout=Layout.of([(name, shape, group) for name, shape, group in weights], placement.z),
+            layout=Layout.of([(name, local.get(name, shape), group) for name, shape, group in weights], placement.z),
             places=tuple(places[path] for path in blocks if path in places),
             master=types.master.itemsize,
             message=types.message.itemsize,

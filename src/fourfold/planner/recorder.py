@@ -14,6 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fourfold import torch_private
 from fourfold.placement.block import tensors
+from fourfold.planner.tap import Message
 
 BEFORE, AFTER = -1, 10**9
 """Places of what lies outside every block; a block's place is its number in execution order."""
@@ -43,11 +44,15 @@ class Recorder(torch_private.dispatch_mode()):
     def __init__(self) -> None:
         super().__init__()
         self.phase, self.place = FORWARD, BEFORE
+        self.deaf = False
         self.segments: list[list[Any]] = []
-        """[phase, place, events]; an event is ["+", storage], ["-", storage] or ["op", operator]."""
+        """[phase, place, events]; an event is ["+", storage], ["-", storage], ["op", operator], ["send", message] or
+        ["wait", message]."""
         self.storages: list[list[Any]] = []
         """[phase, place, ordinal in that segment, bytes, "" | "mask", itemsize] of each storage in order of birth."""
         self.operators: list[dict[str, Any]] = []
+        self.messages: list[Message] = []
+        """What is sent to other ranks over x and y, in order."""
         self._operator_numbers: dict[str, int] = {}
         self._alive: dict[int, int] = {}
         self._born: dict[tuple[str, int], int] = {}
@@ -89,11 +94,32 @@ class Recorder(torch_private.dispatch_mode()):
             del self._alive[identity]
             self._event("-", number)
 
+    # ---- messages
+
+    def send(self, message: Message) -> int:
+        """A collective is issued here."""
+        self.messages.append(message)
+        self._event("send", len(self.messages) - 1)
+        return len(self.messages) - 1
+
+    def amend(self, number: int, message: Message) -> None:
+        """It is this one."""
+        self.messages[number] = message
+
+    def wait(self, number: int) -> None:
+        """The model waits for it here."""
+        self._event("wait", number)
+
     # ---- operators
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if _talks(function, args):
+            with self:  # what it computes, sends and waits for, in its order
+                return torch_private.composite(function, args, kwargs)
         result = function(*args, **kwargs)
+        if self.deaf:
+            return result
         outputs = list(tensors(result))
         born = sum(self._birth(tensor) for tensor in outputs)
         name = function._overloadpacket.__name__
@@ -124,6 +150,11 @@ class Recorder(torch_private.dispatch_mode()):
             self.operators.append(record)
             self._operator_numbers[key] = len(self.operators) - 1
         return self._operator_numbers[key]
+
+
+def _talks(function: Any, args: Any) -> bool:
+    """An operator of ours that is given the key of an axis."""
+    return function.namespace == "fourfold" and any(isinstance(value, str) and "@" in value for value in args)
 
 
 def describe(value: Any) -> Any:

@@ -1,17 +1,61 @@
-"""All plans for a machine: those that fit, the fastest first, and those that do not, each with what bound it."""
+"""All plans for a machine: those that fit, the fastest first, and those that do not, each with what bound it.
+
+Plans that cut rows and states are all forecast. Grids that cut features, too, are many, and each needs a trace of its
+own: closed forms (`grids`) rank them, and the best few are traced where they may win.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from fourfold.hardware import Cluster
 from fourfold.plan import Plan
 from fourfold.plan.plan import RECOMPUTE, SHARD
-from fourfold.planner.forecast import Forecast, forecast
+from fourfold.planner.forecast import Forecast, ForecastError, forecast
+from fourfold.planner.grids import Ranked, rank_grids
+from fourfold.planner.likeness import network
 from fourfold.planner.subject import Subject
+from fourfold.planner.tolls import AXES, Factors, Job
 from fourfold.planner.traces import Traces
 
 MOST_MICROBATCHES = 16
+
+MOST_TRACED = 4
+"""Grids that cut features and are traced in one search."""
+
+PROMISING = 1.1
+"""A grid is traced if its closed form takes at most so many times as long as that of the best plan without."""
+
+ITEMSIZES = {"fp32": 4, "bf16": 2, "fp64": 8}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A grid that was not traced.
+
+    Attributes:
+        ranked: its closed form, at its best job.
+        behind: in words, why it cannot be, or what it loses to the closed form of the best plan.
+    """
+
+    ranked: Ranked
+    behind: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search came to.
+
+    Attributes:
+        forecasts: in full, ranked.
+        estimated: grids that cut features, by closed form alone: ranked, those that cannot be last.
+        why_none: why no grid that cuts features was looked at; empty if some were.
+    """
+
+    forecasts: tuple[Forecast, ...]
+    estimated: tuple[Estimate, ...] = ()
+    why_none: str = ""
 
 
 def search(
@@ -21,7 +65,7 @@ def search(
     world: int | None = None,
     precisions: Sequence[str] | None = None,
 ) -> list[Forecast]:
-    """Forecast every plan for `world` ranks.
+    """Forecast every plan for `world` ranks, and the most promising of those that cut features.
 
     Args:
         subject: what is trained.
@@ -32,16 +76,103 @@ def search(
         The plans that fit by likely time, then memory; after them the others, those nearest to fitting first.
     """
     traces = subject if isinstance(subject, Traces) else Traces(subject)
+    return list(look(traces, cluster, world=world, precisions=precisions).forecasts)
+
+
+def look(
+    traces: Traces, cluster: Cluster, *, world: int | None = None, precisions: Sequence[str] | None = None
+) -> Found:
+    """The same, with what was estimated alone."""
     world = world or cluster.world
     precisions = precisions or (("fp32",) if cluster.is_cpu else ("fp32", "bf16"))
-    found = [forecast(traces, cluster, plan) for plan in candidates(world, traces.subject.rows, precisions=precisions)]
-    return sorted(found, key=_rank)
+    rows = traces.subject.rows
+    found = [forecast(traces, cluster, plan) for plan in candidates(world, rows, precisions=precisions)]
+    likeness = network(traces)
+    if world == 1 or likeness is None:
+        problems = traces.anatomy.problems or ("it has no blocks of linears that could be cut",)
+        why = f"no features are cut over x and y: {problems[0]}" if world > 1 else ""
+        return Found(tuple(sorted(found, key=_rank)), why_none=why)
+    ranked = rank_grids(likeness, cluster, world, jobs=jobs(world, rows, precisions))
+    refused: dict[Factors, str] = {}
+    traced: set[Factors] = set()
+    for one in _promising(ranked, any(plain.fits for plain in found)):
+        try:
+            found += _forecasts(traces, cluster, one)
+            traced.add(one.grid)
+        except ForecastError as error:
+            refused[one.grid] = str(error)
+    found.sort(key=_rank)
+    untraced = [replace(one, bound=refused.get(one.grid, one.bound)) for one in ranked if one.grid not in traced]
+    return Found(tuple(found), tuple(_estimates(untraced, ranked, found[0])))
+
+
+def _estimates(untraced: Sequence[Ranked], ranked: Sequence[Ranked], best: Forecast) -> Iterator[Estimate]:
+    """The grids that cut features and were not traced, beside the closed form of the best plan's grid."""
+    measure = next(one for one in ranked if one.grid == factors(best.plan))
+    for one in sorted(untraced, key=lambda one: not one.fits):
+        if one.grid.x * one.grid.y > 1:
+            yield Estimate(one, one.behind(measure))
+
+
+def factors(plan: Plan) -> Factors:
+    """Sizes of a plan's x, y, z and data."""
+    sizes = plan.placement.axes()
+    return Factors(*(sizes[axis] for axis in AXES))
 
 
 def _rank(one: Forecast) -> tuple[bool, float, int]:
     if one.fits:
         return False, one.timing.total, one.peak
     return True, float(one.peak), one.peak
+
+
+def _promising(ranked: Sequence[Ranked], something_fits: bool) -> list[Ranked]:
+    """The grids to trace: those that closed forms hold for about as fast as what cuts no features, or, where nothing
+    fits, those that need least."""
+    cut = [one for one in ranked if one.grid.x * one.grid.y > 1]
+    if not something_fits:
+        able = [one for one in cut if one.fits] + [one for one in cut if one.bound.startswith("memory")]
+        return able[:MOST_TRACED]
+    plain = min((one.seconds for one in ranked if one.grid.x * one.grid.y == 1 and one.fits), default=float("inf"))
+    return [one for one in cut if one.fits and one.seconds <= PROMISING * plain][:MOST_TRACED]
+
+
+def _forecasts(traces: Traces, cluster: Cluster, ranked: Ranked) -> Iterator[Forecast]:
+    """A grid as its closed form liked it best; and with all recomputed, if that needs too much memory."""
+    found = forecast(traces, cluster, plan_of(ranked))
+    yield found
+    if found.bound.startswith("memory") and ranked.job.recompute != "full":
+        yield forecast(traces, cluster, plan_of(replace(ranked, job=replace(ranked.job, recompute="full"))))
+
+
+def plan_of(ranked: Ranked) -> Plan:
+    """The plan that a closed form weighed."""
+    job, grid = ranked.job, ranked.grid
+    precision = next(name for name, size in ITEMSIZES.items() if size == job.itemsize)
+    placement = {**grid.settings(), "recompute": job.recompute, "precision": precision}
+    if grid.z > 1:
+        placement["shard"] = job.shard
+    return Plan.of(
+        {"placement": placement, "schedule": {"name": "accumulate", "microbatches": job.microbatches}},
+    )
+
+
+def jobs(world: int, rows: int, precisions: Sequence[str]) -> list[Job]:
+    """What a grid may choose from: precision, recomputation, micro-batches, and what stays cut over z."""
+    return [
+        Job(
+            rows,
+            microbatches=microbatches,
+            itemsize=ITEMSIZES[precision],
+            gradient=ITEMSIZES[precision],
+            recompute=recompute,
+            shard=shard,
+        )
+        for precision in precisions
+        for recompute in RECOMPUTE
+        for shard in ("parameters", "optimizer")
+        for microbatches in _microbatches(1, rows)
+    ]
 
 
 def candidates(world: int, rows: int, *, precisions: Sequence[str]) -> Iterator[Plan]:
@@ -69,10 +200,10 @@ def candidates(world: int, rows: int, *, precisions: Sequence[str]) -> Iterator[
                         )
 
 
-def _microbatches(world: int, rows: int) -> Iterator[int]:
-    """One, and its doubles as long as every rank still has a row in each."""
+def _microbatches(parts: int, rows: int) -> Iterator[int]:
+    """One, and its doubles as long as every part still has a row in each."""
     number = 1
     yield number
-    while number * 2 * world <= rows and number * 2 <= MOST_MICROBATCHES:
+    while number * 2 * parts <= rows and number * 2 <= MOST_MICROBATCHES:
         number *= 2
         yield number

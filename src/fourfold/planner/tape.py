@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fourfold.planner.recorder import AFTER, BEFORE
+from fourfold.planner.tap import Message
 
 Key = tuple[str, int, int]
 """A storage: (phase, place, ordinal) of its birth."""
@@ -40,7 +41,8 @@ def blend(first: Any, second: Any, rows: tuple[int, int], wanted: int) -> Any:
 
 @dataclass(frozen=True)
 class Event:
-    """What happens to memory: a storage is born ("+"), dies ("-"), or an operator runs ("op", by its number)."""
+    """A storage is born ("+") or dies ("-"), an operator runs ("op"), a message leaves ("send") or is waited for
+    ("wait"): by their numbers."""
 
     kind: str
     key: Key | None
@@ -71,6 +73,7 @@ class Tape:
     Attributes:
         rows: of the batch.
         operators: distinct operator calls, by number (name, args, flops, bytes moved, bytes born).
+        messages: what is sent over x and y, by number.
         blocks: paths of all blocks in execution order.
         segments: in order of time.
         storages: by key.
@@ -80,6 +83,7 @@ class Tape:
     def __init__(self, plain: dict[str, Any]):
         self.rows: int = plain["rows"]
         self.operators: list[dict[str, Any]] = plain["operators"]
+        self.messages = [Message(*message) for message in plain["messages"]]
         self.buffer_bytes: int = plain["buffer_bytes"]
         self.batch_bytes: int = plain["batch_bytes"]
         self.blocks: list[str] = [path for image in plain["images"] for path in image]
@@ -107,8 +111,8 @@ class Tape:
         here = self._real(place, copy)
         unrolled: list[Event] = []
         for kind, number in events:
-            if kind == "op":
-                unrolled.append(Event("op", None, number))
+            if kind not in "+-":
+                unrolled.append(Event(kind, None, number))
                 continue
             born_phase, born_place, ordinal, nbytes, tag, itemsize = self._plain["storages"][number]
             if kind == "+":

@@ -22,11 +22,17 @@ from fourfold import randomness, torch_private
 from fourfold.anatomy import Anatomy, survey
 from fourfold.placement.block import tensors
 from fourfold.placement.membership import members
+from fourfold.placement.refusals import PlacementError
 from fourfold.placement.selective import recompute_attention
+from fourfold.placement.tensor.rehearsal import Stage
+from fourfold.placement.tensor.split import Split, divide, rehearsed
+from fourfold.plan.grid import Grid
 from fourfold.planner import blocks
 from fourfold.planner.recorder import AFTER, BACKWARD, BEFORE, DONE, FORWARD, Recorder
 from fourfold.planner.stock import one_sequence_a_row
 from fourfold.planner.subject import Subject
+from fourfold.planner.tap import tapped
+from fourfold.wire.dry import dry_mesh
 
 REAL_LIMIT = 4 * 1024**3
 """Bytes of weights beyond which a model is not really built in order to be traced."""
@@ -47,6 +53,7 @@ class Settings:
         streams: dropout draws fourfold's masks (one byte an element), as in a placed model; else torch's own.
         real: with values and kernels.
         short: with no more than three of equal blocks.
+        grid: over which features are cut; the first rank's part is run. None: the whole model.
     """
 
     rows: int
@@ -55,6 +62,7 @@ class Settings:
     streams: bool = True
     real: bool = False
     short: bool = True
+    grid: Grid | None = None
 
 
 def outline(subject: Subject, *, bucket: int = 0, apart: bool = True, itemsize: int = 1) -> dict[str, Any]:
@@ -99,6 +107,8 @@ def _inputs(subject: Subject, model: nn.Module, paths: Sequence[str]) -> dict[st
 def record(subject: Subject, anatomy: Anatomy, inputs: Mapping[str, str], settings: Settings) -> dict[str, Any]:
     """Run the model and return the tape as plain JSON (`tape.Tape` reads it). To be called in a process of its own.
 
+    A model that cannot be cut as `settings.grid` asks gives {"refused": why}.
+
     Raises:
         TraceError: the model is too large to be really built.
     """
@@ -110,10 +120,20 @@ def record(subject: Subject, anatomy: Anatomy, inputs: Mapping[str, str], settin
     short = settings.short and not anatomy.read_outside
     images = blocks.shorten(model, anatomy.blocks, inputs) if short else blocks.all_of(anatomy.blocks)
     recorder = Recorder()
+    split = None
+    if settings.grid is not None:
+        try:
+            split = _split(subject, model, settings.grid, dtype, recorder)
+        except PlacementError as error:
+            return {"refused": str(error)}
     with nullcontext() if settings.real else _without_values():
-        _replace_tensors(model, dtype, real=settings.real)
+        _replace_tensors(model, dtype, real=settings.real, split=split)
+        if split is not None:
+            split.install(model)
         batch = {name: _rows(tensor, settings, dtype) for name, tensor in subject.batch.items()}
         position = randomness.Position(0, 0, 0, settings.rows, anatomy.layouts) if settings.streams else None
+        if position is not None and split is not None:
+            position = position._replace(cuts=split.dropped)
         places = _Places(recorder, settings, len(images), position)
         for image in images:
             places.watch(image, model.get_submodule(image.path))
@@ -124,12 +144,37 @@ def record(subject: Subject, anatomy: Anatomy, inputs: Mapping[str, str], settin
         "segments": recorder.segments,
         "storages": recorder.storages,
         "operators": recorder.operators,
+        "messages": recorder.messages,
         "images": [list(image.stands_for) for image in places.order],
         "gradients": gradients,
         "weights": weights,
         "buffer_bytes": buffers,
         "batch_bytes": sum(tensor.numel() * tensor.itemsize for tensor in batch.values()),
     }
+
+
+def local_shapes(subject: Subject, anatomy: Anatomy, grid: Grid) -> dict[str, Any]:
+    """What the first rank of a grid holds of every weight, as plain JSON: {"shapes": {name: shape}}, or {"refused": why}.
+
+    To be called in a process of its own.
+    """
+    model = _built(subject, real=False)
+    try:
+        split = divide(model, anatomy, dry_mesh({"x": grid.x, "y": grid.y}), grid, overlap=True)
+    except PlacementError as error:
+        return {"refused": str(error)}
+    return {"shapes": {name: list(block.shape) for name, block in split.assembly.blocks().items()}}
+
+
+def _split(subject: Subject, model: nn.Module, grid: Grid, dtype: torch.dtype, recorder: Recorder) -> Split:
+    """How the model (with fewer blocks, maybe: it is surveyed anew) is split; the recorder hears what it sends.
+
+    Raises:
+        PlacementError: it cannot be.
+    """
+    anatomy = survey(model, subject.loss, subject.batch)
+    stage = Stage.of(model, subject.loss, subject.batch, anatomy.traced, dtype)
+    return rehearsed(stage, anatomy, tapped({"x": grid.x, "y": grid.y}, recorder), grid, overlap=True)
 
 
 class _Unset(TorchFunctionMode):
@@ -158,8 +203,14 @@ def _built(subject: Subject, real: bool) -> nn.Module:
     return subject.build()
 
 
-def _replace_tensors(model: nn.Module, dtype: torch.dtype, *, real: bool) -> None:
-    """Give every module weights (and buffers) on the CPU: fake ones, or real ones in the dtype. Ties stay tied."""
+def _replace_tensors(model: nn.Module, dtype: torch.dtype, *, real: bool, split: Split | None = None) -> None:
+    """Give every module weights (and buffers) on the CPU: fake ones, or real ones in the dtype. Ties stay tied.
+
+    Args:
+        split: weights are the first rank's blocks.
+    """
+    held = {} if split is None else split.assembly.blocks()
+    names = {id(weight): name for name, weight in model.named_parameters()}
     made: dict[int, Tensor] = {}
     for module in model.modules():
         for name, weight in module._parameters.items():
@@ -167,7 +218,11 @@ def _replace_tensors(model: nn.Module, dtype: torch.dtype, *, real: bool) -> Non
                 continue
             if id(weight) not in made:
                 kind = dtype if weight.is_floating_point() else weight.dtype
-                value = weight.detach().to(kind) if real else torch.empty(weight.shape, dtype=kind, device="cpu")
+                block = held.get(names[id(weight)])
+                if real:
+                    value = (weight.detach() if block is None else block.take(weight.detach()).clone()).to(kind)
+                else:
+                    value = torch.empty(weight.shape if block is None else block.shape, dtype=kind, device="cpu")
                 made[id(weight)] = nn.Parameter(value, requires_grad=weight.requires_grad)
             module._parameters[name] = made[id(weight)]  # type: ignore[assignment]
         for name, buffer in module._buffers.items():

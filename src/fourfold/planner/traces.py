@@ -9,11 +9,12 @@ import torch
 
 from fourfold import torch_private
 from fourfold.anatomy import Anatomy, restored
+from fourfold.plan.grid import Grid
 from fourfold.planner import workspace
 from fourfold.planner.isolate import IsolationError, isolated
 from fourfold.planner.subject import Subject
 from fourfold.planner.tape import MismatchError, Tape, blend
-from fourfold.planner.trace import Settings, TraceError, outline, record
+from fourfold.planner.trace import Settings, TraceError, local_shapes, outline, record
 
 PAIR = (2, 3)
 """Row counts that are traced: what is affine in the rows follows for any number. (One row is special: dims of one
@@ -21,6 +22,10 @@ collapse.)"""
 
 WAYS = ({"real": False, "short": True}, {"real": False, "short": False}, {"real": True, "short": True})
 """How a model is run, the cheapest first."""
+
+
+class CutError(ValueError):
+    """The model cannot be cut as a plan asks: says what placement would say."""
 
 
 class Traces:
@@ -36,6 +41,7 @@ class Traces:
         self._workspace: dict[Settings, list[int]] = {}
         self._pairs: dict[Settings, list[dict[str, Any]]] = {}
         self._tapes: dict[Settings, Tape] = {}
+        self._local: dict[Grid, dict[str, Any]] = {}
 
     @property
     def outline(self) -> dict[str, Any]:
@@ -68,10 +74,22 @@ class Traces:
             self._merged[key] = isolated(lambda: outline(self.subject, **about)["units"])
         return self._merged[key]
 
+    def local(self, grid: Grid) -> dict[str, list[int]]:
+        """Shape of what the first rank of a grid holds of every weight.
+
+        Raises:
+            CutError: the model cannot be cut so.
+        """
+        if grid not in self._local:
+            anatomy = self.anatomy
+            self._local[grid] = isolated(lambda: local_shapes(self.subject, anatomy, grid))
+        return _accepted(self._local[grid])["shapes"]
+
     def tape(self, settings: Settings) -> Tape:
         """The trace at these settings (`real` and `short` are chosen here: the cheapest way that runs).
 
         Raises:
+            CutError: the model cannot be cut over the grid.
             TraceError: the model runs in no way; the message holds the failure of each.
         """
         if settings not in self._tapes:
@@ -110,7 +128,8 @@ class Traces:
             way = WAYS[self._way]
             wanted = [dataclasses.replace(settings, rows=count, **way) for count in rows]
             try:
-                return isolated(lambda wanted=wanted: [record(self.subject, anatomy, inputs, one) for one in wanted])
+                found = isolated(lambda wanted=wanted: [record(self.subject, anatomy, inputs, one) for one in wanted])
+                return [_accepted(one) for one in found]
             except IsolationError as error:
                 self.failures.append(f"{'real' if way['real'] else 'fake'} tensors: {error}")
                 self._way += 1
@@ -118,6 +137,12 @@ class Traces:
                     raise TraceError(
                         f"{self.subject.name}: its step runs in no way; " + "; ".join(self.failures)
                     ) from error
+
+
+def _accepted(found: dict[str, Any]) -> dict[str, Any]:
+    if "refused" in found:
+        raise CutError(found["refused"])
+    return found
 
 
 def _warm() -> None:

@@ -1,0 +1,136 @@
+"""The search over grids: it finds the one that moves least where links bind, and keeps to what is fast where none do."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from fourfold.hardware import Cluster, Device, Link
+from fourfold.models.gpt import GPT, Config
+from fourfold.plan import Plan
+from fourfold.planner import ForecastError, Subject, Traces, forecast, plan
+from fourfold.planner.grids import grids
+from fourfold.planner.here import LOOPBACK
+from fourfold.planner.search import MOST_TRACED, Found, factors, look
+from fourfold.training.losses.cross_entropy import cross_entropy
+
+SEQUENCE = 8
+
+
+def subject(rows: int = 64, width: int = 256, heads: int = 64, layers: int = 2, vocabulary: int = 128) -> Subject:
+    config = Config(vocabulary=vocabulary, context=SEQUENCE, layers=layers, width=width, heads=heads)
+    tokens = {"tokens": torch.zeros(2, SEQUENCE + 1, dtype=torch.int64)}
+    return Subject(lambda: GPT(config), cross_entropy, tokens, rows, tokens_per_row=SEQUENCE)
+
+
+def slow(devices: int, memory: int = 2**34) -> Cluster:
+    """Links of 25 MB/s without delay between devices that compute in no time: a step is its bytes."""
+    link = Link("slow", 0.0, 25e6)
+    return Cluster(devices, 1, Device("cpu_made_up", memory, 1e15, {"fp32": 1e18}, "slow"), link, link)
+
+
+@pytest.fixture(scope="module")
+def traces() -> Traces:
+    return Traces(subject())
+
+
+def fewest(traces: Traces, world: int) -> int:
+    """Bytes of the grid that sends least, of all grids, each traced."""
+    found = []
+    for grid in grids(world):
+        shards = ("parameters", "optimizer") if grid.z > 1 else ("none",)
+        for shard in shards:
+            chosen = Plan.of({"placement": {**grid.settings(), "shard": shard}})
+            try:
+                found.append(forecast(traces, slow(world), chosen).ledger.sent())
+            except ForecastError:
+                assert grid.y > 64 or grid.x > 256
+    return min(found)
+
+
+def test_the_grid_of_8_ranks_moves_the_fewest_bytes_of_all(traces):
+    found = look(traces, slow(8))
+    best = found.forecasts[0]
+    assert best.plan.placement.grid.cuts_features
+    assert best.ledger.sent() == fewest(traces, 8)
+
+
+@pytest.mark.parametrize("world", [16, 64])
+def test_on_more_ranks_only_the_most_promising_are_traced(traces, world):
+    found = look(traces, slow(world))
+    best = found.forecasts[0]
+    traced = {factors(one.plan) for one in found.forecasts if one.plan.placement.grid.cuts_features}
+    assert factors(best.plan) in traced and 0 < len(traced) <= MOST_TRACED
+    every = {grid for grid in grids(world) if grid.x * grid.y > 1}
+    assert traced | {one.ranked.grid for one in found.estimated} == every
+    assert not traced & {one.ranked.grid for one in found.estimated}
+    assert best.ledger.sent() == min(one.ledger.sent() for one in found.forecasts)
+    assert all(one.behind for one in found.estimated)
+    one_d = Plan.of({"placement": {"tensor": {"algorithm": "1d", "y": world}}})
+    if best.plan.placement.grid.y != world:
+        assert best.ledger.sent() < forecast(traces, slow(world), one_d).ledger.sent()
+
+
+def test_grids_that_are_not_powers_of_two(traces):
+    found = look(traces, slow(6))
+    assert {(3, 2, 1, 1), (1, 6, 1, 1), (2, 1, 3, 1)} <= _all(found)
+    assert factors(found.forecasts[0].plan).y in (2, 3)
+
+
+def _all(found: Found) -> set[tuple[int, ...]]:
+    return {one.ranked.grid for one in found.estimated} | {factors(one.plan) for one in found.forecasts}
+
+
+def test_small_models_on_cores_keep_to_plans_without_grids():
+    device = Device("cpu_here", 2**33, 1e10, {"fp32": 1e11}, LOOPBACK.name, efficiency=0.85)
+    for workers in (2, 4):
+        found = look(Traces(subject(rows=8, width=64, heads=4)), Cluster(1, workers, device, LOOPBACK, LOOPBACK))
+        assert found.forecasts[0].plan.placement.tensor is None
+        assert found.estimated
+
+
+def test_where_nothing_else_fits_a_grid_does():
+    wide = Traces(subject(rows=1, width=256, heads=4, layers=2))
+    alone = forecast(wide, slow(1), Plan())
+    found = look(wide, slow(2, memory=int(0.7 * alone.peak)))
+    assert found.forecasts[0].fits
+    assert found.forecasts[0].plan.placement.grid.cuts_features
+    assert all(one.bound for one in found.forecasts if not one.plan.placement.grid.cuts_features)
+
+
+def test_the_table_of_grids_and_its_json(traces):
+    outlook = plan(traces.subject, slow(8))
+    text = outlook.text()
+    assert "grids, each by its best plan" in text and "were estimated by formula alone" in text
+    assert "sends over" in text and "loses to the best" in text
+    plain = json.loads(json.dumps(outlook.to_dict()))
+    assert len(plain["estimated"]) == len(outlook.estimated) > 0
+    one = plain["estimated"][0]
+    assert set(one["grid"]) == {"x", "y", "z", "data"} and one["behind"] and one["memory"]["total"] > 0
+    sent = {entry["axis"] for entry in plain["forecasts"][0]["bytes"]}
+    assert sent & {"x", "y"}
+
+
+def test_a_grid_without_room_for_its_heads_says_so():
+    found = look(Traces(subject(rows=8, width=48, heads=3)), slow(4))
+    reasons = {one.ranked.grid: one.behind for one in found.estimated}
+    assert reasons[1, 4, 1, 1] == "attention.qkv: 3 heads cannot be cut over y = 4"
+
+
+def test_a_model_that_cannot_be_cut_says_why():
+    from torch import nn
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.first(x)
+
+    lonely = Subject(Pair, lambda model, batch: (model(batch["x"]).sum(), 1), {"x": torch.ones(2, 8)}, 8)
+    outlook = plan(lonely, slow(2))
+    assert outlook.ok and not outlook.estimated
+    assert any(note.startswith("no features are cut over x and y: ") for note in outlook.notes)
