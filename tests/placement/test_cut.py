@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fourfold.placement import cut as cut_module
 from fourfold.placement.cut import Block, Cut, Share, deal
 from fourfold.placement.layout import Layout
 
@@ -57,6 +60,49 @@ def test_copies_are_counted_once() -> None:
     assert owned == [{"x": 0, "y": 0}, {"x": 0, "y": 2}]
 
 
+class Source:
+    """Values of one weight, and how many elements it was asked for each time."""
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self.whole, self.asked = whole, list[int]()
+
+    def __call__(self, name: str, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        self.asked.append(stop - start)
+        return self.whole.reshape(-1)[start:stop].to(dtype)
+
+
+class BoxSource(Source):
+    """One that gives boxes as well."""
+
+    def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        box = self.whole[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+        self.asked.append(box.numel())
+        return box.to(dtype)
+
+
+@pytest.mark.parametrize("chunk", (1, 4, 7, 30, 1000))
+@pytest.mark.parametrize("shape", ((), (11,), (6, 10), (3, 4, 10), (2, 1, 3, 10)), ids=str)
+def test_a_block_is_read_in_chunks(shape: tuple[int, ...], chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first dim over x, the last one, packed of two parts, over y; any stretch of the block's elements."""
+    monkeypatch.setattr(cut_module, "CHUNK", chunk)
+    shares: list[Share | None] = [None] * len(shape)
+    if len(shape) > 1:
+        shares[-1] = share("y", shape[-1], 2, parts=2)
+    if shape:
+        shares[0] = share("x", shape[0], 2)
+    for at in coordinates(x=2, y=2):
+        block = Cut(shape, tuple(shares)).at(at)
+        mine = block.take(numbers(shape)).reshape(-1)
+        for first, last in ((0, len(mine)), (len(mine) // 3, len(mine) - 1), (1, 1)):
+            for source in (Source(numbers(shape)), BoxSource(numbers(shape))):
+                target = torch.full((max(0, last - first),), -1.0)
+                block.read(source, "w", first, target, torch.float64)
+                assert torch.equal(target, mine[first:last].float())
+                assert all(asked <= chunk for asked in source.asked)
+                if isinstance(source, BoxSource):
+                    assert sum(source.asked) == len(target), "elements were read that are not wanted"
+
+
 blocks = st.tuples(
     st.integers(1, 3), st.integers(1, 3), st.sampled_from((1, 2)), st.sampled_from((1, 2, 3)), st.integers(1, 4)
 )
@@ -80,7 +126,9 @@ def test_blocks_on_all_ranks_are_the_weight_once(drawn: tuple[int, int, int, int
         assert mine.shape == block.shape and block.owned
         block.put(gathered, mine)
         block.put(seen, block.take(seen).contiguous() + 1)
-        assert torch.equal(block.read(fill, "w", 0, mine.numel(), torch.float64), mine.view(-1))
+        read = torch.full((mine.numel(),), -1.0, dtype=torch.float64)
+        block.read(fill, "w", 0, read, torch.float64)
+        assert torch.equal(read, mine.view(-1))
         _check_pieces(block, mine, whole, z)
     assert torch.equal(gathered, whole) and bool((seen == 1).all())
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from fourfold.placement.cut import Fill
 from fourfold.placement.layout import LINE, Layout, Slot
 from fourfold.placement.precision import Precision
-
-Fill = Callable[[str, int, int, torch.dtype], Tensor]
-"""`fill(name, start, stop, dtype)`: flat elements [start, stop) of a logical weight."""
 
 
 class Arena:
@@ -120,15 +118,15 @@ class Arena:
 
     def fill(self, fill: Fill) -> None:
         """Set the shard, and the resting full weights, from a source of logical weights; no communication."""
+        dtype = self.precision.master
         with torch.no_grad():
             for slot in self.layout.slots:
                 first, last = slot.span(self.index)
-                if last > first:
-                    values = slot.block.read(fill, slot.name, first, last, self.precision.master)
-                    self.shard[slot.shard_start : slot.shard_start + last - first].copy_(values)
+                mine = self.shard[slot.shard_start : slot.shard_start + last - first]
+                slot.block.read(fill, slot.name, first, mine, dtype)
                 if self.rest is not None and self.rest is not self.shard:
-                    values = slot.block.read(fill, slot.name, 0, slot.numel, self.precision.master)
-                    self.rest[slot.full_start : slot.full_start + slot.numel].copy_(values)
+                    whole = self.rest[slot.full_start : slot.full_start + slot.numel]
+                    slot.block.read(fill, slot.name, 0, whole, dtype)
 
     # ---- gradients
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,7 +20,19 @@ from torch import Tensor
 from fourfold.placement.piece import boxes
 
 CHUNK = 1 << 20
-"""Elements read at a time where a box has parts of rows only."""
+"""Elements read at a time."""
+
+Fill = Callable[[str, int, int, torch.dtype], Tensor]
+"""`fill(name, start, stop, dtype)`: flat elements [start, stop) of a logical weight."""
+
+
+@runtime_checkable
+class Boxes(Protocol):
+    """A `Fill` that gives boxes as well: of a weight that is cut by columns, nothing beside them is read."""
+
+    def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The box [sizes] of the logical weight `name`, on the host."""
+        ...
 
 
 class Share(NamedTuple):
@@ -155,17 +167,15 @@ class Block:
         for part in self.parts(0, block.numel()):
             _box(whole, part.offsets, part.sizes).copy_(part.of(flat))
 
-    def read(
-        self, fill: Callable[[str, int, int, torch.dtype], Tensor], name: str, first: int, last: int, dtype: torch.dtype
-    ) -> Tensor:
-        """Flat elements [first, last) of the block, from a source of flat logical elements."""
-        if self.is_whole:
-            return fill(name, first, last, dtype)
-        values = torch.empty(last - first, dtype=dtype)
-        for part in self.parts(first, last):
-            target = part._replace(start=part.start - first).of(values)
-            _read_box(lambda start, stop: fill(name, start, stop, dtype), self.logical, part, target)
-        return values
+    def read(self, fill: Fill, name: str, first: int, target: Tensor, dtype: torch.dtype) -> None:
+        """Set `target` [n] to flat elements [first, first + n) of the block, read as `dtype`.
+
+        At most `CHUNK` elements are asked for at a time: nothing else is held beside the target.
+        """
+        for part in self.parts(first, first + target.numel()):
+            values = part._replace(start=part.start - first).of(target)
+            for offsets, sizes, chunk in _chunks(fill, name, self.logical, part, dtype):
+                _box(values, offsets, sizes).copy_(chunk)
 
 
 def _pieces(runs: tuple[range, ...], offset: int, size: int) -> Iterator[tuple[int, int, int]]:
@@ -186,14 +196,45 @@ def _box(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor
     return tensor
 
 
-def _read_box(fill: Callable[[int, int], Tensor], shape: tuple[int, ...], part: Part, target: Tensor) -> None:
-    """Whole runs of rows are asked for, a chunk at a time: what lies beside the box is thrown away."""
-    if 0 in part.sizes:
+def _chunks(
+    fill: Fill, name: str, shape: tuple[int, ...], part: Part, dtype: torch.dtype
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], Tensor]]:
+    """(offsets in the part, sizes, values) of all of a part; a source without boxes is asked for whole runs of rows."""
+    direct = isinstance(fill, Boxes)
+    for inside, sizes in _steps(part.sizes, part.sizes if direct else shape):
+        offsets = tuple(map(sum, zip(part.offsets, inside, strict=True)))
+        if direct:
+            yield inside, sizes, fill.box(name, offsets, sizes, dtype)
+        else:
+            yield inside, sizes, _rows(fill, name, shape, offsets, sizes, dtype)
+
+
+def _steps(sizes: tuple[int, ...], extent: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offsets, sizes) of the steps in which a box of `sizes` is read, where rows as long as `extent`'s are read whole.
+
+    A step runs over the first dim whose rows are no longer than a chunk; over the dims before it, one by one.
+    """
+    if not sizes:
+        yield (), ()
         return
-    width = prod(shape[1:])
-    each = max(1, CHUNK // width)
-    for row in range(0, part.sizes[0], each):
-        rows = min(each, part.sizes[0] - row)
-        first = (part.offsets[0] + row) * width
-        whole = fill(first, first + rows * width).view(rows, *shape[1:])
-        target[row : row + rows].copy_(_box(whole, (0, *part.offsets[1:]), (rows, *part.sizes[1:])))
+    if 0 in sizes:
+        return
+    depth = next(dim for dim in range(len(sizes)) if prod(extent[dim + 1 :]) <= CHUNK)
+    each = CHUNK // prod(extent[depth + 1 :])
+    behind = sizes[depth + 1 :]
+    for lead in product(*map(range, sizes[:depth])):
+        for row in range(0, sizes[depth], each):
+            rows = min(each, sizes[depth] - row)
+            yield (*lead, row, *(0 for _ in behind)), (*(1 for _ in lead), rows, *behind)
+
+
+def _rows(
+    fill: Fill, name: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """A step's box, cut out of the run of whole rows in which it lies."""
+    depth = next((dim for dim, size in enumerate(sizes) if size > 1), max(len(sizes) - 1, 0))
+    width = prod(shape[depth + 1 :])
+    first = sum(offset * prod(shape[dim + 1 :]) for dim, offset in enumerate(offsets[: depth + 1]))
+    rows = sizes[depth] if sizes else 1
+    run = fill(name, first, first + rows * width, dtype).view((*sizes[: depth + 1], *shape[depth + 1 :]))
+    return _box(run, (*(0 for _ in sizes[: depth + 1]), *offsets[depth + 1 :]), sizes)
