@@ -50,5 +50,7 @@ def test_llama():
 
 
 def test_a_model_without_blocks_has_none():
-    subject = Subject(lambda: nn.Linear(4, 4), lambda model, batch: (model(batch["x"]).sum(), 1), {"x": torch.ones(2, 4)}, 4)
+    subject = Subject(
+        lambda: nn.Linear(4, 4), lambda model, batch: (model(batch["x"]).sum(), 1), {"x": torch.ones(2, 4)}, 4
+    )
     assert network(Traces(subject)) is None

@@ -72,5 +72,13 @@ def test_two_ranks(gloo, name, settings):
     measured = gloo(2, body, name, settings, timeout=240)[0]
     found = forecast(traces(name), CLUSTER, Plan.of(settings))
     of_the_batch = sum(tensor.nbytes for tensor in batch(ROWS).values())
-    print(name, settings, found.peak - of_the_batch, measured, (found.peak - of_the_batch) / sum(measured), found.ledger.memory, found.when)
+    print(
+        name,
+        settings,
+        found.peak - of_the_batch,
+        measured,
+        (found.peak - of_the_batch) / sum(measured),
+        found.ledger.memory,
+        found.when,
+    )
     assert (found.peak - of_the_batch) / sum(measured) == pytest.approx(1, abs=0.05)

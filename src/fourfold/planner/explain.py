@@ -164,5 +164,3 @@ def _rendered(parts: Sequence[Any]) -> str:
     for part in parts:
         console.print(part)
     return out.getvalue().rstrip()
-
-

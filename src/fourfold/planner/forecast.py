@@ -92,7 +92,9 @@ def forecast(subject: Subject | Traces, cluster: Cluster, plan: Plan) -> Forecas
     settings = Settings(1, str(types.compute).removeprefix("torch."), placement.recompute, grid=grid)
     try:
         local = {} if grid is None else traces.local(grid)
-        tapes = [traces.tape(dataclasses.replace(settings, rows=rows)) for rows in _rows(traces, placement, microbatches)]
+        tapes = [
+            traces.tape(dataclasses.replace(settings, rows=rows)) for rows in _rows(traces, placement, microbatches)
+        ]
     except CutError as error:
         raise ForecastError(f"{error}{_near(traces, plan)}") from error
     tape = tapes[0]

@@ -64,13 +64,9 @@ def _widths(role: Role, shape: Sequence[int]) -> tuple[int, tuple[int, ...]]:
     return shape[order.index("in")], role.parts or (shape[order.index("out")],)
 
 
-def _heads(
-    roles: Mapping[str, Role], widths: Mapping[str, tuple[int, tuple[int, ...]]]
-) -> tuple[int, int, int]:
+def _heads(roles: Mapping[str, Role], widths: Mapping[str, tuple[int, tuple[int, ...]]]) -> tuple[int, int, int]:
     """(query heads, key-value heads, features of a head); zeros without attention."""
-    counts = [
-        size // role.unit_out for name, role in roles.items() if role.unit_out > 1 for size in widths[name][1]
-    ]
+    counts = [size // role.unit_out for name, role in roles.items() if role.unit_out > 1 for size in widths[name][1]]
     if not counts:
         return 0, 0, 0
     return max(counts), min(counts), max(role.unit_out for role in roles.values())

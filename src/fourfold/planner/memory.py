@@ -242,7 +242,9 @@ class Simulation:
         for segment in self.job.tape.segments:
             self.account.doing = doing(self.job.tape, segment)
             self._enter(segment)
-            _play(self.account, self.job.tape, segment, self.job.workspace, self.gradients, self._taken, self.job.received)
+            _play(
+                self.account, self.job.tape, segment, self.job.workspace, self.gradients, self._taken, self.job.received
+            )
             self._leave(segment, last)
         for number in reversed(range(len(self.job.parcels))):
             self._depart(number, last)

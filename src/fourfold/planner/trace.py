@@ -154,7 +154,7 @@ def record(subject: Subject, anatomy: Anatomy, inputs: Mapping[str, str], settin
 
 
 def local_shapes(subject: Subject, anatomy: Anatomy, grid: Grid) -> dict[str, Any]:
-    """What the first rank of a grid holds of every weight, as plain JSON: {"shapes": {name: shape}}, or {"refused": why}.
+    """What a grid's first rank holds of every weight, as plain JSON: {"shapes": {name: shape}}, or {"refused": why}.
 
     To be called in a process of its own.
     """

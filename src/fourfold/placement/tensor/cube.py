@@ -7,15 +7,22 @@ of its input features, so no activation lies on a rank twice.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from fourfold import randomness
+from fourfold.anatomy import Anatomy, Linear
 from fourfold.placement.refusals import PlacementError
+from fourfold.placement.tensor.between import Between
+from fourfold.placement.tensor.dealing import Dealing
 from fourfold.placement.tensor.executor import Executor, Switch
-from fourfold.placement.tensor.sequence import on_first
+from fourfold.placement.tensor.linears import Siblings
+from fourfold.placement.tensor.regions import on_first
+from fourfold.placement.tensor.rehearsal import Run
 from fourfold.torch_private import map_leaves
-from fourfold.wire import Axis, ops
+from fourfold.wire import Axis, Mesh, ops
 
 
 class Cube:
@@ -54,6 +61,56 @@ class Cube:
         """Of a mask, or another tensor of whole rows beside the activations, those of this rank between linears."""
         whole = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == self.rows > 1
         return value.chunk(self.inner.size)[self.inner.index] if whole else value
+
+
+class RowsCut(Between):
+    """Batch rows lie over the axis over which features do not."""
+
+    def __init__(self, mesh: Mesh, anatomy: Anatomy) -> None:
+        super().__init__(mesh, anatomy)
+        self.cube = Cube(mesh["y"], mesh["x"])
+
+    def siblings(self, linear: Linear, modules: Sequence[nn.Module], about: Mapping[str, Any]) -> Siblings:
+        """Linears of blocks gather rows and scatter their sums."""
+        if self.block_of(linear.module) is None:
+            return self.plain(linear, modules, about)
+        return CubeSiblings(modules, self.axis(linear.contract), self.axis(linear.output), linear.layout, **about)
+
+    def attach(self, model: nn.Module, switch: Switch) -> None:
+        """The first block begins with this rank's rows, the last one ends with all."""
+        for path in self.first_halves():
+            CubeInside(switch, model.get_submodule(path), self.cube)
+        first, last = self.anatomy.blocks[0], self.anatomy.blocks[-1]
+        for path in dict.fromkeys((first, last)):
+            CubeEdge(switch, model.get_submodule(path), self.cube, first=path == first, last=path == last)
+
+    def share(self, dealing: Dealing, model: nn.Module) -> None:
+        """Vectors that join activations; biases are added where rows have been gathered in backward."""
+        self.refuse_tokens("3d", "4d")
+        for name, axis in self.vectors(dealing, model):
+            idle = "y" if axis == "x" else "x"
+            dealing.partial[name] = "x+y" if name in dealing.partial else idle
+
+    def remember(self, dealing: Dealing, whole: Run) -> dict[str, randomness.Window]:
+        """Shapes of blocks have a part of the rows, and dropouts draw for it."""
+        for size in sorted({shape[0] for made in whole.made for shape in made.shapes if shape}):
+            if size % self.cube.rows == 0:
+                dealing.evenly(size, "y")
+                dealing.evenly(size, "x")
+        windows: dict[str, randomness.Window] = {}
+        for dropout in self.anatomy.dropouts:
+            if self.block_of(f"{dropout.module}.") is not None:
+                axis = self.cube.across if dropout.axis == "x" else self.cube.inner
+                windows[dropout.site] = randomness.Window(axis.index, axis.size)
+        return windows
+
+
+class CubeSiblings(Siblings):
+    """Linears that gather rows over `output` and leave them cut over `contract`."""
+
+    def compute(self, x: Tensor) -> tuple[Tensor, ...]:
+        """[rows over `output`, ..., features here] → [rows over `contract`, ..., features here]."""
+        return self.product(x, self.biases, rows=0, keep=True)
 
 
 class CubeEdge(Executor):

@@ -103,7 +103,7 @@ def deal_weights(model: nn.Module, anatomy: Anatomy, grid: Grid) -> Dealing:
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     names = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
     dealing = Dealing(anatomy, {"x": grid.x, "y": grid.y}, names)
-    biases = {name: _bias(model, linear, names) for name, linear in anatomy.linears.items()}
+    biases = {name: bias_of(model, linear, names) for name, linear in anatomy.linears.items()}
     for group in _groups(anatomy):
         _deal_group(dealing, group, shapes, biases)
     for name, axis in anatomy.embeddings.items():
@@ -130,11 +130,6 @@ def _parent(path: str) -> str:
 
 def _own(model: nn.Module, path: str, names: Mapping[int, str]) -> list[str]:
     return [names[id(parameter)] for parameter in model.get_submodule(path).parameters(recurse=False)]
-
-
-def _bias(model: nn.Module, linear: Linear, names: Mapping[int, str]) -> str | None:
-    bias = getattr(model.get_submodule(linear.module), "bias", None)
-    return names.get(id(bias))
 
 
 def _groups(anatomy: Anatomy) -> Iterator[list[str]]:
@@ -287,52 +282,14 @@ def _deal_vector(
     _settle(dealing, name, Cut(shape, (*(None for _ in shape[1:]), share)))
 
 
-def share_over_time(dealing: Dealing, model: nn.Module) -> None:
-    """Where time lies over y between linears, weights used there have gradients of a rank's own time steps.
-
-    Those are the norms, other vectors and last biases of blocks; what lies inside an attention sees all time steps.
-
-    Raises:
-        PlacementError: the model has no blocks in a row, or something in them that looks across time.
-    """
-    _refuse_tokens(dealing, "1d-sequence", "1d")
-    anatomy = dealing.anatomy
-    names = [name for name, axis in _vectors(dealing, model) if axis == "x"]
-    last = (linear for linear in anatomy.linears.values() if linear.contract == "y")
-    names += [bias for linear in last if (bias := _bias(model, linear, dealing.names)) is not None]
-    for name in names:
-        if any(name.startswith(f"{path}.") for path in anatomy.blocks):
-            dealing.partial[name] = "y"
-
-
-def share_over_rows(dealing: Dealing, model: nn.Module) -> None:
-    """Where rows lie over the axis left idle, vectors that join activations have gradients of a rank's own rows.
-
-    Raises:
-        PlacementError: the model has no blocks in a row, or something in them that looks across rows.
-    """
-    _refuse_tokens(dealing, "3d", "4d")
-    for name, axis in _vectors(dealing, model):
-        if any(name.startswith(f"{path}.") for path in dealing.anatomy.blocks):
-            idle = "y" if axis == "x" else "x"
-            dealing.partial[name] = "x+y" if name in dealing.partial else idle
-
-
-def _vectors(dealing: Dealing, model: nn.Module) -> list[tuple[str, str | None]]:
+def vectors(dealing: Dealing, model: nn.Module) -> list[tuple[str, str | None]]:
     """Weights that join activations elementwise, with the axis of these."""
     norms = dealing.anatomy.norms.items()
     found = [(name, norm.axis) for path, norm in norms for name in _own(model, path, dealing.names)]
     return found + [(name, raw.axis) for name, raw in dealing.anatomy.raw.items()]
 
 
-def _refuse_tokens(dealing: Dealing, algorithm: str, other: str) -> None:
-    anatomy = dealing.anatomy
-    places = len({_parent(path) for path in anatomy.blocks})
-    if places != 1:
-        raise PlacementError(
-            f"plan.placement.tensor: {algorithm}: expected blocks in one row, each of which gives what the next one is "
-            f"given, found {len(anatomy.blocks)} blocks in {places} places; choose algorithm: {other}"
-        )
-    experts = next((name for name, linear in anatomy.linears.items() if linear.layout.startswith("expert")), None)
-    if experts is not None:
-        raise PlacementError(f"{experts}: {algorithm} does not deal the tokens of experts; choose algorithm: {other}")
+def bias_of(model: nn.Module, linear: Linear, names: Mapping[int, str]) -> str | None:
+    """Name of the bias beside a linear's weight, if it has one."""
+    bias = getattr(model.get_submodule(linear.module), "bias", None)
+    return names.get(id(bias))

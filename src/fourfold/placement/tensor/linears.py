@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from fourfold.placement.tensor.executor import Executor, Switch
 from fourfold.placement.tensor.product import product
-from fourfold.placement.tensor.sequence import Time
 from fourfold.placement.uncopied import Uncopied
 from fourfold.wire import Axis, ops
 
@@ -21,11 +20,9 @@ class Siblings(Uncopied):
         modules: each has `weight`, and `bias` or none.
         contract, output: the axes over which their input and their output features lie.
         layout: of the weights: "out,in" or "in,out".
+        overlap: sums of input gradients travel while weight gradients are computed.
         shared: every rank of `contract` goes on with other features, which these outputs scale: their gradients are
             sums over it, too.
-        time: where time lies over an axis between linears (`sequence`): whose, and whether these linears gather it
-            before ("gather") or scatter their sum after ("scatter").
-        rows: batch rows come cut over `output` and leave cut over `contract` (`cube`).
     """
 
     def __init__(
@@ -37,44 +34,37 @@ class Siblings(Uncopied):
         *,
         overlap: bool,
         shared: bool = False,
-        time: tuple[Time, str] | None = None,
-        rows: bool = False,
     ) -> None:
         self.modules, self.contract, self.output, self.layout = modules, contract, output, layout
-        self.overlap, self.shared, self.time, self.rows = overlap, shared, time, rows
+        self.overlap, self.shared = overlap, shared
         self._read: Tensor | None = None
         self._outputs: list[Tensor | None] = []
 
     def outputs(self, number: int, x: Tensor) -> Tensor:
         """What linear `number` makes of x; the others' outputs are kept until they are asked for."""
         if x is not self._read or self._outputs[number] is None:
-            self._read, self._outputs = x, list(self._compute(x))
+            self._read, self._outputs = x, list(self.compute(x))
         found, self._outputs[number] = self._outputs[number], None
         assert found is not None
         if all(output is None for output in self._outputs):
             self._read = None
         return found
 
-    def _compute(self, x: Tensor) -> tuple[Tensor, ...]:
-        weights: list[Any] = [module.weight for module in self.modules]
-        biases: list[Any] = [getattr(module, "bias", None) for module in self.modules]
-        about: dict[str, Any] = {"contract": self.contract, "output": self.output, "layout": self.layout}
-        if self.rows:
-            return product(x, weights, biases, **about, overlap=self.overlap, rows=0, keep=True)
-        if self.time is not None and self.time[1] == "scatter":
-            return self._scattered(self.time[0], x, weights, biases, about)
-        if self.time is not None:
-            x = self.time[0].gathered(x)
-        found = product(x, weights, biases, **about, overlap=self.overlap)
+    def compute(self, x: Tensor) -> tuple[Tensor, ...]:
+        """All outputs [..., output features here] of x [..., input features here]."""
+        found = self.product(x, self.biases)
         return tuple(ops.identity_sum(one, self.contract) for one in found) if self.shared else found
 
-    def _scattered(
-        self, time: Time, x: Tensor, weights: list[Any], biases: list[Any], about: dict[str, Any]
-    ) -> tuple[Tensor, ...]:
-        """The bias is added once, to this rank's time steps of the sum."""
-        partial = product(x, weights, [None for _ in weights], **about, overlap=self.overlap)
-        found = (time.scattered(one) for one in partial)
-        return tuple(one if bias is None else one + bias for one, bias in zip(found, biases, strict=True))
+    def product(self, x: Tensor, biases: Sequence[Tensor | None], **settings: Any) -> tuple[Tensor, ...]:
+        """`product` of the weights as they are now."""
+        weights: list[Any] = [module.weight for module in self.modules]
+        settings |= {"contract": self.contract, "output": self.output, "layout": self.layout}
+        return product(x, weights, biases, **settings, overlap=self.overlap)
+
+    @property
+    def biases(self) -> list[Tensor | None]:
+        """As they are now."""
+        return [getattr(module, "bias", None) for module in self.modules]
 
 
 class LinearExecutor(Executor):

@@ -125,3 +125,17 @@ class RootExecutor(Executor):
 def extents(share: Share) -> list[int]:
     """How many indices every rank holds."""
     return [share.extent(index) for index in range(len(share.runs))]
+
+
+def on_first(change: Any, value: Any) -> Any:
+    """The same nest with the first floating tensor of at least two dims changed."""
+    changed = False
+
+    def visit(leaf: Any) -> Any:
+        nonlocal changed
+        if changed or not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dim() < 2:
+            return leaf
+        changed = True
+        return change(leaf)
+
+    return map_leaves(visit, value)

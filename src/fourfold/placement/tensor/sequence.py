@@ -10,15 +10,22 @@ What the gather brings is kept for the weights' gradients.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from fourfold.placement.cut import deal
+from fourfold import randomness
+from fourfold.anatomy import Anatomy, Linear
+from fourfold.placement.cut import Share, deal
 from fourfold.placement.refusals import PlacementError
+from fourfold.placement.tensor.between import Between
+from fourfold.placement.tensor.dealing import Dealing, bias_of
 from fourfold.placement.tensor.executor import Executor, Switch
-from fourfold.torch_private import map_leaves
-from fourfold.wire import Axis, ops
+from fourfold.placement.tensor.linears import Siblings
+from fourfold.placement.tensor.regions import on_first
+from fourfold.placement.tensor.rehearsal import Run
+from fourfold.wire import Axis, Mesh, ops
 from fourfold.wire.formulas import shares
 
 
@@ -74,6 +81,82 @@ class Time:
         return [deal(self.steps, self.axis.size, index) for index in range(self.axis.size)]
 
 
+class TimeCut(Between):
+    """Time lies over y between a block's linears."""
+
+    def __init__(self, mesh: Mesh, anatomy: Anatomy) -> None:
+        super().__init__(mesh, anatomy)
+        self.time = Time(mesh["y"])
+
+    def siblings(self, linear: Linear, modules: Sequence[nn.Module], about: Mapping[str, Any]) -> Siblings:
+        """Gathers and scatters of time are the sums over y."""
+        block, nobody = self.block_of(linear.module), self.axis(None)
+        if block is None:
+            return self.plain(linear, modules, about)
+        if linear.contract == "y":
+            return Scattering(modules, nobody, self.axis(linear.output), linear.layout, **about).over(self.time)
+        contract = self.axis(linear.contract)
+        if linear.module.rpartition(".")[0] == block:  # no module between that could gather for it
+            return Gathering(modules, contract, nobody, linear.layout, **about).over(self.time)
+        return Siblings(modules, contract, nobody, linear.layout, **about)
+
+    def attach(self, model: nn.Module, switch: Switch) -> None:
+        """The first block begins with this rank's time, the last one ends with all; between, linears have all."""
+        for path in self.first_halves():
+            GatheringExecutor(switch, model.get_submodule(path), self.time)
+        first, last = self.anatomy.blocks[0], self.anatomy.blocks[-1]
+        for path in dict.fromkeys((first, last)):
+            EdgeExecutor(switch, model.get_submodule(path), self.time, first=path == first, last=path == last)
+
+    def share(self, dealing: Dealing, model: nn.Module) -> None:
+        """Norms, other vectors and last biases of blocks; what lies inside an attention sees all time steps."""
+        self.refuse_tokens("1d-sequence", "1d")
+        names = [name for name, axis in self.vectors(dealing, model) if axis == "x"]
+        last = (linear for linear in self.anatomy.linears.values() if linear.contract == "y")
+        biases = (bias_of(model, linear, dealing.names) for linear in last)
+        names += [bias for bias in biases if bias is not None and self.block_of(bias) is not None]
+        dealing.partial |= dict.fromkeys(names, "y")
+
+    def remember(self, dealing: Dealing, whole: Run) -> dict[str, randomness.Window]:
+        """Shapes have a part of the time steps; rows stay where they are."""
+        for each, total in ((1, self.time.steps), (self.time.rows, self.time.rows * self.time.steps)):
+            runs = [range(each * mine.start, each * mine.stop) for mine in self.time.runs()]
+            dealing.remember(Share("y", tuple((run,) for run in runs)), total)
+        return {}
+
+
+class Gathering(Siblings):
+    """Linears that stand in a block themselves: they gather time for themselves."""
+
+    time: Time
+
+    def over(self, time: Time) -> Siblings:
+        """With this time."""
+        self.time = time
+        return self
+
+    def compute(self, x: Tensor) -> tuple[Tensor, ...]:
+        """[..., own time, features] → [..., all time, features here]."""
+        return super().compute(self.time.gathered(x))
+
+
+class Scattering(Siblings):
+    """A block's last linears: the sum over y of this rank's time; the bias is added to that once."""
+
+    time: Time
+
+    def over(self, time: Time) -> Siblings:
+        """With this time."""
+        self.time = time
+        return self
+
+    def compute(self, x: Tensor) -> tuple[Tensor, ...]:
+        """[..., all time, features here] → [..., own time, features]."""
+        biases = self.biases
+        found = (self.time.scattered(one) for one in self.product(x, [None for _ in biases]))
+        return tuple(one if bias is None else one + bias for one, bias in zip(found, biases, strict=True))
+
+
 class EdgeExecutor(Executor):
     """The first block, or the last one, or one that is both: between them time lies over the axis."""
 
@@ -100,17 +183,3 @@ class GatheringExecutor(Executor):
         """Gather the first floating tensor."""
         args, kwargs = on_first(self.time.gathered, (args, kwargs))
         return self.inner(*args, **kwargs)
-
-
-def on_first(change: Any, value: Any) -> Any:
-    """The same nest with the first floating tensor of at least two dims changed."""
-    changed = False
-
-    def visit(leaf: Any) -> Any:
-        nonlocal changed
-        if changed or not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dim() < 2:
-            return leaf
-        changed = True
-        return change(leaf)
-
-    return map_leaves(visit, value)

@@ -7,37 +7,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fourfold import randomness
-from fourfold.anatomy import Anatomy, Linear, own_names
+from fourfold.anatomy import Anatomy
 from fourfold.ledger import Ledger
-from fourfold.placement.cut import Share
 from fourfold.placement.refusals import PlacementError
 from fourfold.placement.tensor import rehearsal
 from fourfold.placement.tensor.assembly import Assembly
-from fourfold.placement.tensor.cube import Cube, CubeEdge, CubeInside
-from fourfold.placement.tensor.dealing import Dealing, deal_weights, features_of, share_over_rows, share_over_time
-from fourfold.placement.tensor.executor import Switch
-from fourfold.placement.tensor.experts import ExpertsExecutor, Role
-from fourfold.placement.tensor.experts import refuse as refuse_experts
-from fourfold.placement.tensor.heads import Counts, Patch, patches
+from fourfold.placement.tensor.between import Between, Copies
+from fourfold.placement.tensor.cube import RowsCut
+from fourfold.placement.tensor.dealing import Dealing, deal_weights
 from fourfold.placement.tensor.layers import refuse_layers
-from fourfold.placement.tensor.linears import ConvolutionExecutor, LinearExecutor, Siblings
-from fourfold.placement.tensor.norms import GroupExecutor, NormExecutor
-from fourfold.placement.tensor.regions import LossScope, RootExecutor, WholeExecutor
+from fourfold.placement.tensor.regions import LossScope, RootExecutor
 from fourfold.placement.tensor.rehearsal import Stage
-from fourfold.placement.tensor.sequence import EdgeExecutor, GatheringExecutor, Time
-from fourfold.placement.tensor.tables import TableExecutor
+from fourfold.placement.tensor.sequence import TimeCut
+from fourfold.placement.tensor.takeover import Takeover
 from fourfold.plan.grid import Grid
 from fourfold.wire import Axis, Mesh
 from fourfold.wire.dry import dry_mesh
-
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass
@@ -48,35 +39,35 @@ class Split:
         anatomy: of the model.
         mesh: this rank's, or a dry one.
         dealing: the cuts of all weights.
+        way: what becomes of rows and time between linears.
         overlap: sums of input gradients travel while weight gradients are computed.
-        time: how time is dealt over y between linears; None: every rank has all of it.
-        cube: how batch rows are dealt over x and y in blocks; None: every rank has all of them.
         scope: of the loss that is being computed.
         outputs: by place among the floating tensors that the model returns, the axis of their features and how many
             they are in the whole model. Found by `rehearse`.
         dropped: by site, how the tensors that dropouts take are cut. Found by `rehearse`.
         windows: by site, which part of the rows a dropout is of. Found by `rehearse`.
         widths: of modules that run whole, how many features go in and come out. Found by `rehearse`.
+        takeover: the executors, once there are some.
     """
 
     anatomy: Anatomy
     mesh: Mesh
     dealing: Dealing
+    way: type[Between] = Copies
     overlap: bool = True
-    time: Time | None = None
-    cube: Cube | None = None
-    switch: Switch = field(default_factory=Switch)
     scope: LossScope = field(default_factory=LossScope)
     assembly: Assembly = field(init=False)
     outputs: dict[int, tuple[str, int]] = field(default_factory=dict)
     dropped: dict[str, tuple[randomness.Cut, ...]] = field(default_factory=dict)
     windows: dict[str, randomness.Window] = field(default_factory=dict)
     widths: dict[str, tuple[int, int]] = field(default_factory=dict)
+    takeover: Takeover = field(init=False, repr=False)
     _stage: Stage = field(init=False, repr=False)
-    _patches: list[Patch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.assembly = Assembly(self.mesh, self.dealing.cuts)
+        between = self.way(self.mesh, self.anatomy)
+        self.takeover = Takeover(self.anatomy, self.mesh, self.dealing, between, self.overlap, self.widths)
 
     # ---- before anything is allocated
 
@@ -97,34 +88,14 @@ class Split:
             for place, (axis, shape) in enumerate(zip(self.anatomy.outputs, whole.outputs, strict=False)):
                 if axis is not None and self.mesh[axis].size > 1:
                     self.outputs[place] = axis, shape[-1]
-            self.widths = {path: _widths(whole, path) for path in self.anatomy.whole}
+            self.widths.update({path: _widths(whole, path) for path in self.anatomy.whole})
             split, model = self._dry(Ledger())
             with split.scope.around():
                 local = rehearsal.run(model, stage.loss, stage.inputs(), self.anatomy, opaque)
-        if split.time is not None:
-            self._remember_time(split.time)
-        if split.cube is not None:
-            self._remember_rows(split.cube, whole)
+        self.windows = split.takeover.between.remember(self.dealing, whole)
         self._refuse_anywhere(lambda: rehearsal.compare(whole, local, self.dealing, self.mesh.coordinates))
         about = self.anatomy, self.dealing, self.mesh.coordinates, self.windows
         self.dropped = rehearsal.cuts(whole, local, *about)
-
-    def _remember_rows(self, cube: Cube, whole: rehearsal.Run) -> None:
-        """In blocks, shapes have a part of the rows, and dropouts draw for it."""
-        for each in sorted({shape[0] for made in whole.made for shape in made.shapes if shape}):
-            if each % cube.rows == 0:
-                self.dealing.evenly(each, "y")
-                self.dealing.evenly(each, "x")
-        for dropout in self.anatomy.dropouts:
-            if self._block_of(dropout.module) is not None or dropout.module in self.anatomy.blocks:
-                axis = cube.across if dropout.axis == "x" else cube.inner
-                self.windows[dropout.site] = randomness.Window(axis.index, axis.size)
-
-    def _remember_time(self, time: Time) -> None:
-        """Between linears, shapes have a part of the time steps."""
-        for each, total in ((1, time.steps), (time.rows, time.rows * time.steps)):
-            runs = [range(each * mine.start, each * mine.stop) for mine in time.runs()]
-            self.dealing.remember(Share("y", tuple((run,) for run in runs)), total)
 
     def _refuse_anywhere(self, compare: Callable[[], None]) -> None:
         """Ranks hold different parts, so one of them may find what the others do not: then all refuse.
@@ -172,12 +143,8 @@ class Split:
         mesh = dry_mesh({"x": x.size, "y": y.size}, x.index + x.size * y.index, ledger)
         shapes = {name: block.shape for name, block in self.assembly.blocks().items()}
         model = self._stage.twin(shapes)
-        time = None if self.time is None else Time(mesh["y"])
-        cube = None if self.cube is None else Cube(mesh["y"], mesh["x"])
-        split = dataclasses.replace(
-            self, mesh=mesh, time=time, cube=cube, switch=Switch(), scope=LossScope(), _patches=[]
-        )
-        split.attach(model)
+        split = dataclasses.replace(self, mesh=mesh, scope=LossScope())
+        split.takeover.attach(model)
         split.attach_root(model, self.outputs)
         return split, model
 
@@ -190,32 +157,15 @@ class Split:
 
     # ---- taking over
 
-    def attach(self, model: nn.Module) -> None:
-        """Take over the modules that compute with blocks. The model's weights are blocks from here on."""
-        names = own_names(model)
-        self._attach_linears(model)
-        self._attach_experts(model)
-        self._attach_norms(model, names)
-        self._attach_rows(model)
-        for module in model.modules():
-            if isinstance(module, nn.Embedding):
-                self._attach_table(names[id(module.weight)], module)
-        for path, whole in self.anatomy.whole.items():
-            axis = self._axis(whole.inputs)
-            if axis.size > 1 or self._axis(whole.output).size > 1:
-                self._attach_whole(model, path)
-        for patch in self._patches:
-            patch.apply(split=True)
-
     def attach_root(self, model: nn.Module, outputs: Mapping[int, tuple[str, int]]) -> None:
         """Make the model's outputs whole: by place, the axis and the number of their features."""
         cut = {place: (self.mesh[axis], self.dealing.evenly(size, axis)) for place, (axis, size) in outputs.items()}
         if cut:
-            RootExecutor(self.switch, model, cut, self.scope)
+            RootExecutor(self.takeover.switch, model, cut, self.scope)
 
     def install(self, model: nn.Module) -> None:
         """Take over a model whose weights are blocks by now; it has been rehearsed."""
-        self.attach(model)
+        self.takeover.attach(model)
         self.attach_root(model, self.outputs)
         self.watch_partial(dict(model.named_parameters()))
 
@@ -230,151 +180,6 @@ class Split:
                     axis = self.mesh.part(about.axis, about.copies)
                 parameter.register_hook(_summing(axis))
 
-    def _axis(self, name: str | None) -> Axis:
-        """An axis; where features are whole, one of a single rank."""
-        return self.mesh.over() if name is None else self.mesh[name]
-
-    def _attach_linears(self, model: nn.Module) -> None:
-        linears = self.anatomy.linears
-        for group in self._sibling_groups(model):
-            first = linears[group[0]]
-            contract, output = self._axis(first.contract), self._axis(first.output)
-            modules = [model.get_submodule(linears[name].module) for name in group]
-            self._count_heads(model, group)
-            if contract.size == output.size == 1:
-                continue
-            if isinstance(modules[0], CONVOLUTIONS):
-                ConvolutionExecutor(self.switch, modules[0], contract, output)
-                continue
-            siblings = self._siblings(group[0], modules, contract, output)
-            for number, module in enumerate(modules):
-                LinearExecutor(self.switch, module, siblings, number)
-
-    def _siblings(self, name: str, modules: list[nn.Module], contract: Axis, output: Axis) -> Siblings:
-        linear = self.anatomy.linears[name]
-        about: dict[str, Any] = {"overlap": self.overlap, "shared": linear.role == "reducing"}
-        block = self._block_of(linear.module)
-        if self.cube is not None and block is not None:
-            return Siblings(modules, contract, output, linear.layout, **about, rows=True)
-        if self.time is None or block is None:
-            return Siblings(modules, contract, output, linear.layout, **about)
-        # Gathers and scatters of time are the sums over y.
-        if linear.contract == "y":
-            return Siblings(modules, self._axis(None), output, linear.layout, **about, time=(self.time, "scatter"))
-        alone = (self.time, "gather") if linear.module.rpartition(".")[0] == block else None
-        return Siblings(modules, contract, self._axis(None), linear.layout, **about, time=alone)
-
-    def _block_of(self, path: str) -> str | None:
-        """The block that a module is in."""
-        return next((block for block in self.anatomy.blocks if path.startswith(f"{block}.")), None)
-
-    def _attach_rows(self, model: nn.Module) -> None:
-        """Blocks pass on their own time steps, or rows, to one another."""
-        if self.time is None and self.cube is None:
-            return
-        parents = {
-            linear.module.rpartition(".")[0]: linear for linear in self.anatomy.linears.values() if linear.output == "y"
-        }
-        for path in parents:
-            if self._block_of(path) is None:
-                continue
-            if self.time is not None:
-                GatheringExecutor(self.switch, model.get_submodule(path), self.time)
-            elif self.cube is not None:
-                CubeInside(self.switch, model.get_submodule(path), self.cube)
-        first, last = self.anatomy.blocks[0], self.anatomy.blocks[-1]
-        for path in dict.fromkeys((first, last)):
-            ends: dict[str, bool] = {"first": path == first, "last": path == last}
-            if self.time is not None:
-                EdgeExecutor(self.switch, model.get_submodule(path), self.time, **ends)
-            elif self.cube is not None:
-                CubeEdge(self.switch, model.get_submodule(path), self.cube, **ends)
-
-    def _sibling_groups(self, model: nn.Module) -> Iterator[list[str]]:
-        """Linears that are computed together: siblings with axes, layout and kind in common."""
-        done: set[str] = set()
-        for name, linear in self.anatomy.linears.items():
-            if name in done or linear.layout not in ("out,in", "in,out"):
-                continue
-            together = next((names for names in self.anatomy.siblings if name in names), (name,))
-            group = [one for one in together if one not in done and self._alike(linear, self.anatomy.linears.get(one))]
-            if isinstance(model.get_submodule(linear.module), CONVOLUTIONS):
-                group = [name]
-            done.update(group)
-            yield group
-
-    @staticmethod
-    def _alike(one: Linear, other: Linear | None) -> bool:
-        return other is not None and one[:4] == other[:4]
-
-    def _count_heads(self, model: nn.Module, group: list[str]) -> None:
-        """The module that holds the projections of an attention may keep counts of heads."""
-        linears = [self.anatomy.linears[name] for name in group]
-        axis = self._axis(linears[0].output)
-        if axis.size == 1 or all(linear.unit_out == 1 for linear in linears):
-            return
-        heads: dict[int, int] = {}
-        features: dict[int, int] = {}
-        for name, linear in zip(group, linears, strict=True):
-            for size, here in features_of(self.dealing, name, axis.index):
-                heads[size // linear.unit_out] = here // linear.unit_out
-                features[size] = here
-        parent = model.get_submodule(linears[0].module.rpartition(".")[0])
-        counts = Counts(heads, features, max(heads.values()) // min(heads.values()))
-        self._patches += patches(parent, counts)
-
-    def _attach_experts(self, model: nn.Module) -> None:
-        for path, names in self._experts().items():
-            linears = {name: self.anatomy.linears[name] for name in names}
-            outer = next(iter(linears.values()))
-            if self._axis(outer.contract).size == self._axis(outer.output).size == 1:
-                continue
-            module = model.get_submodule(path)
-            refuse_experts(path, module)
-            roles = {
-                name.rpartition(".")[2]: Role(self._axis(linear.contract), self._axis(linear.output))
-                for name, linear in linears.items()
-            }
-            cut = self.dealing.cuts[names[0]]
-            features = cut.at(self.mesh.coordinates).shape[outer.layout.split(",").index("in")]
-            ExpertsExecutor(self.switch, module, path, roles, features, self._axis(outer.contract))
-
-    def _experts(self) -> dict[str, list[str]]:
-        """3-D weights by the module that reads them, first layers first."""
-        found: dict[str, list[str]] = {}
-        for name, linear in self.anatomy.linears.items():
-            if linear.layout.startswith("expert"):
-                found.setdefault(linear.module, []).append(name)
-        return found
-
-    def _attach_norms(self, model: nn.Module, names: Mapping[int, str]) -> None:
-        for path, norm in self.anatomy.norms.items():
-            if norm.axis is None or self.mesh[norm.axis].size == 1:
-                continue
-            module = model.get_submodule(path)
-            if not norm.spans:
-                if isinstance(module, nn.GroupNorm):
-                    GroupExecutor(self.switch, module)
-                continue
-            first = next(module.parameters(recurse=False))
-            size = self.dealing.cuts[names[id(first)]].shape[-1]
-            NormExecutor(self.switch, module, path, self.mesh[norm.axis], size)
-
-    def _attach_table(self, name: str, module: nn.Embedding) -> None:
-        share = self.dealing.cuts[name].shares[0] if name in self.anatomy.embeddings else None
-        if share is not None:
-            axis = self.mesh[share.axis]
-            (rows,) = share.runs[axis.index]
-            TableExecutor(self.switch, module, axis, rows)
-
-    def _attach_whole(self, model: nn.Module, path: str) -> None:
-        whole = self.anatomy.whole[path]
-        given, made = self.widths[path]
-        share = None if self._axis(whole.inputs).size == 1 else self.dealing.evenly(given, whole.inputs or "")
-        dealt = None if self._axis(whole.output).size == 1 else self.dealing.evenly(made, whole.output or "")
-        axes = self._axis(whole.inputs), self._axis(whole.output)
-        WholeExecutor(self.switch, model.get_submodule(path), axes[0], share, axes[1], dealt)
-
     # ---- the logical view
 
     @contextmanager
@@ -383,18 +188,13 @@ class Split:
         blocks = {name: parameter.data for name, parameter in parameters.items()}
         for name, values in self.assembly.assembled(blocks).items():
             parameters[name].data = values
-        self._be(split=False)
+        self.takeover.be(split=False)
         try:
             yield
         finally:
-            self._be(split=True)
+            self.takeover.be(split=True)
             for name, values in blocks.items():
                 parameters[name].data = values
-
-    def _be(self, *, split: bool) -> None:
-        self.switch.split = split
-        for patch in self._patches:
-            patch.apply(split=split)
 
 
 def _widths(whole: rehearsal.Run, path: str) -> tuple[int, int]:
@@ -418,7 +218,7 @@ def rehearsed(stage: Stage, anatomy: Anatomy, mesh: Mesh, grid: Grid, *, overlap
         PlacementError: it does not fit the grid; names the layer, the axis and the nearest sizes that fit.
     """
     split = divide(stage.model, anatomy, mesh, grid, overlap=overlap)
-    if split.cube is not None:  # an example of one row has none to deal
+    if split.way is RowsCut:  # an example of one row has none to deal
         batch = {name: torch.cat([tensor] * grid.y) for name, tensor in stage.batch.items()}
         stage = dataclasses.replace(stage, batch=batch)
     split.rehearse(stage)
@@ -438,11 +238,7 @@ def divide(model: nn.Module, anatomy: Anatomy, mesh: Mesh, grid: Grid, *, overla
                 f"{path}: expected an embedding without max_norm and scale_grad_by_freq, which look at whole rows of "
                 "the table or at all lookups; set them to None and False, or leave out plan.placement.tensor"
             )
-    split = Split(anatomy, mesh, deal_weights(model, anatomy, grid), overlap)
-    if grid.rows_cut and grid.x == 1 < grid.y:
-        split.time = Time(mesh["y"])
-        share_over_time(split.dealing, model)
-    elif grid.rows_cut:
-        split.cube = Cube(mesh["y"], mesh["x"])
-        share_over_rows(split.dealing, model)
+    way = Copies if not grid.rows_cut or grid.y == 1 else TimeCut if grid.x == 1 else RowsCut
+    split = Split(anatomy, mesh, deal_weights(model, anatomy, grid), way, overlap)
+    split.takeover.between.share(split.dealing, model)
     return split
