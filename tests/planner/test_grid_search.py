@@ -1,4 +1,4 @@
-"""The search over grids: it finds the one that moves least where links bind, and keeps to what is fast where none do."""
+"""The search over grids: it finds the one that moves least where links bind, and keeps to what is fast elsewhere."""
 
 from __future__ import annotations
 
