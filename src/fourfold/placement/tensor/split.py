@@ -98,7 +98,7 @@ class Split:
                 local = rehearsal.run(model, stage.loss, stage.inputs(), self.anatomy, opaque)
         if split.time is not None:
             self._remember_time(split.time)
-        self._refuse_anywhere(lambda: rehearsal.compare(whole, local, self.dealing, self.mesh.coordinates))
+        self._compare(whole, local)
         self.dropped = rehearsal.cuts(whole, local, self.anatomy, self.dealing, self.mesh.coordinates)
 
     def _remember_time(self, time: Time) -> None:
@@ -107,15 +107,16 @@ class Split:
             runs = [range(each * mine.start, each * mine.stop) for mine in time.runs()]
             self.dealing.remember(Share("y", tuple((run,) for run in runs)), total)
 
-    def _refuse_anywhere(self, compare: Callable[[], None]) -> None:
+    def _compare(self, whole: rehearsal.Run, local: rehearsal.Run) -> None:
         """Ranks hold different parts, so one of them may find what the others do not: then all refuse.
 
         Raises:
             PlacementError: this rank's own, or one that says where another was raised.
         """
         axis, error = self.mesh.over("x", "y"), None
+        gathered = [path for path, one in self.anatomy.whole.items() if self._axis(one.inputs).size > 1]
         try:
-            compare()
+            rehearsal.compare(whole, local, self.dealing, self.mesh.coordinates, gathered)
         except PlacementError as found:
             error = found
         refusing = [index for index, (flag,) in enumerate(axis.collect([float(error is not None)])) if flag]
