@@ -88,7 +88,7 @@ class Verdict:
     def _rounding_modules(self) -> tuple[str, ...]:
         """What rounds sums over cut features to float32 (an RMS norm of Llama): the first such module, if there is one.
 
-        Rows that are cut round alike in it, so the reference with its rows cut does not show this.
+        The reference with its rows cut does not show this: a row's own sums are taken in one order there.
         """
         return (self.narrow,) if self.narrow and self.plan.placement.grid.cuts_features else ()
 

@@ -157,6 +157,10 @@ def _deal_group(
     linears = dealing.anatomy.linears
     sections = {name: _sections(linears[name], shapes[name]) for name in names}
     counts = [size // linears[name].unit_out for name in names for size in sections[name] if linears[name].unit_out > 1]
+    axis = linears[names[0]].output
+    if counts and axis is not None and dealing.sizes[axis] > max(counts) == min(counts):
+        # Copies of a key-value head serve queries of their own; without more queries they would count twice.
+        raise PlacementError(_too_few(names[0], axis, dealing.sizes[axis], counts[0], "heads"))
     for name in names:
         linear, shape = linears[name], shapes[name]
         out, into = _dims(linear.layout)

@@ -188,15 +188,23 @@ class Stage:
         return meta if fakes is None else torch_private.fake_cpu(fakes, meta)
 
 
-def compare(whole: Run, local: Run, dealing: Dealing, coordinates: Mapping[str, int]) -> None:
+def compare(
+    whole: Run, local: Run, dealing: Dealing, coordinates: Mapping[str, int], gathered: Collection[str]
+) -> None:
     """Every shape of the split run is that of the whole run, but where a dim is one that is cut; and so are values.
+
+    Args:
+        whole, local: the runs.
+        dealing: what is cut, and how.
+        coordinates: of this rank.
+        gathered: paths of the modules whose input features are gathered before they run whole.
 
     Raises:
         PlacementError: names the module, the function and the two shapes.
     """
     if isinstance(local.error, PlacementError):
         raise local.error
-    _compare_whole(whole, local)
+    _compare_gathered(whole, local, gathered)
     ways = dealing.ways(coordinates)
     tried: set[str] = set()
     for one, other in _matched(whole, local):
@@ -230,10 +238,10 @@ def _named(made: Made) -> str:
     return f"{made.module or 'the model'}: {made.function}"
 
 
-def _compare_whole(whole: Run, local: Run) -> None:
+def _compare_gathered(whole: Run, local: Run, gathered: Collection[str]) -> None:
     """What runs whole finds the features that it is given in the last dim, and nowhere else."""
-    for path, shapes in local.given.items():
-        for one, other in zip(whole.given[path], shapes, strict=False):
+    for path in gathered:
+        for one, other in zip(whole.given[path], local.given.get(path, []), strict=False):
             differing = [dim for dim, (a, b) in enumerate(zip(one, other, strict=False)) if a != b]
             if len(one) != len(other) or differing not in ([], [len(one) - 1]):
                 raise PlacementError(

@@ -93,19 +93,20 @@ class Split:
             with split.scope.around():
                 local = rehearsal.run(model, stage.loss, stage.inputs(), self.anatomy, opaque)
         self.windows = split.takeover.between.remember(self.dealing, whole)
-        self._refuse_anywhere(lambda: rehearsal.compare(whole, local, self.dealing, self.mesh.coordinates))
+        self._compare(whole, local)
         about = self.anatomy, self.dealing, self.mesh.coordinates, self.windows
         self.dropped = rehearsal.cuts(whole, local, *about)
 
-    def _refuse_anywhere(self, compare: Callable[[], None]) -> None:
+    def _compare(self, whole: rehearsal.Run, local: rehearsal.Run) -> None:
         """Ranks hold different parts, so one of them may find what the others do not: then all refuse.
 
         Raises:
             PlacementError: this rank's own, or one that says where another was raised.
         """
         axis, error = self.mesh.over("x", "y"), None
+        gathered = [path for path, one in self.anatomy.whole.items() if one.inputs and self.mesh[one.inputs].size > 1]
         try:
-            compare()
+            rehearsal.compare(whole, local, self.dealing, self.mesh.coordinates, gathered)
         except PlacementError as found:
             error = found
         refusing = [index for index, (flag,) in enumerate(axis.collect([float(error is not None)])) if flag]
