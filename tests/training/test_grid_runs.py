@@ -69,7 +69,7 @@ def losses(folder: Path) -> list[float]:
 def test_train_go_on_under_another_grid_and_export(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Real processes; equal to one process without a grid to the rounding of float32, in which Llama's norms compute."""
+    """Real processes; equal to one without a grid to the rounding of float32, in which Llama's norms compute."""
     path = written(tmp_path, MODELS[name], {"x": 2, "y": 2}, precision="fp64")
     assert main(["train", str(path)]) == 0
     more = ["train.steps=6", 'plan.placement.tensor={algorithm="4d", x=3}']

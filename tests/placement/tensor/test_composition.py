@@ -20,7 +20,7 @@ from plain import SGD, Outcome, Work, assert_equal, disturbed, on_threads, seria
 
 from .grouped import Sizes, decoder, decoding
 
-ADAMW = OptimizerOptions(name="adamw", lr=0.02, eps=1e-6, weight_decay=0.1, clip=0.5, clip_norm=math.inf)
+ADAMW = OptimizerOptions(name="adamw", lr=0.02, eps=1e-4, weight_decay=0.1, clip=0.5, clip_norm=math.inf)
 """A key's bias has a gradient of exactly zero, so all of it is rounding, and AdamW divides rounding by `eps`."""
 
 # ---- the choices
