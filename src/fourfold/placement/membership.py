@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Set as Set
 from dataclasses import dataclass, field
 from math import prod
 
@@ -23,7 +24,8 @@ class Members:
     Attributes:
         name: of its block or blocks.
         blocks: module paths of its blocks.
-        outer: some of its weights lie before or after the blocks.
+        outer: some of its weights lie before or after the blocks, or rest whole.
+        still: its weights are not cut by rows: they neither travel over z nor are they summed there.
         weights: (logical name, shape, optimizer group).
         owners: where each parameter hangs.
     """
@@ -31,6 +33,7 @@ class Members:
     name: str
     blocks: tuple[str, ...]
     outer: bool = False
+    still: bool = False
     weights: list[tuple[str, tuple[int, ...], str]] = field(default_factory=list)
     owners: dict[str, tuple[Owner, ...]] = field(default_factory=dict)
 
@@ -41,7 +44,14 @@ class Members:
 
 
 def members(
-    model: nn.Module, anatomy: Anatomy, group: Group, *, bucket: int, apart: bool, itemsize: int
+    model: nn.Module,
+    anatomy: Anatomy,
+    group: Group,
+    *,
+    bucket: int,
+    apart: bool,
+    itemsize: int,
+    still: Set[str] = frozenset(),
 ) -> list[Members]:
     """Sort every parameter into exactly one unit.
 
@@ -56,15 +66,19 @@ def members(
         bucket: neighbours are merged until a unit has at least this many bytes.
         apart: what lies outside the blocks stays apart from them (their weights have other lifetimes).
         itemsize: bytes of an element on the wire.
+        still: weights that are not cut by rows; they get units of their own, in the blocks' order.
     """
     owners = _owners(model)
     before, after = Members("before the blocks", (), outer=True), Members("after the blocks", (), outer=True)
     blocks = {path: Members(path, (path,)) for path in anatomy.blocks}
+    resting = {path: Members(f"{path}, still", (), outer=True, still=True) for path in (None, *anatomy.blocks)}
     late, shared = set(anatomy.after), set(anatomy.read_outside) if apart else set()
     for name, parameter in model.named_parameters():
         home = before
         homes = {_block_of(alias, anatomy.blocks) for alias in _aliases(model, owners[name])}
-        if len(homes) == 1 and name not in shared:
+        if name in still:
+            home = resting[homes.pop() if len(homes) == 1 else None]
+        elif len(homes) == 1 and name not in shared:
             path = homes.pop()
             home = blocks[path] if path is not None else (after if name in late else before)
         kind = group(name, parameter) if parameter.requires_grad else FROZEN
@@ -75,6 +89,7 @@ def members(
         units = [before, *_merge(inner, bucket, itemsize), after]
     else:
         units = _merge([before, *inner, after], bucket, itemsize)
+    units = [*(rest for rest in resting.values() if rest.weights), *units]
     return [unit for unit in units if unit.weights]
 
 

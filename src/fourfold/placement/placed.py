@@ -166,6 +166,7 @@ class Placed:
                 unit.arena.layout, last=unit is kept, outer=unit in self._outer, reached=unit in self._reached
             )
             for unit in self.units
+            if unit.axis.size == parts
         ]
         about: dict[str, Any] = {"shard": self.options.shard, "microbatches": microbatches, "ledger": ledger}
         traffic.weights(shipments, parts, itemsize=itemsize, **about)
@@ -262,22 +263,21 @@ def place(
         assert loss is not None and example is not None
         stage = Stage.of(model, loss, example, anatomy.traced, precision.compute)
         split = rehearsed(stage, anatomy, mesh, options.grid, overlap=options.overlap)
-    blocks = {} if split is None else split.assembly.blocks()
     itemsize = torch.empty(0, dtype=precision.message).element_size()
-    axis = mesh["z"]
-    sharded = options.shard == "parameters" and axis.size > 1
+    sharded = options.shard == "parameters" and mesh["z"].size > 1
     apart = sharded or precision.upcast
-    sorted_ = members(model, anatomy, group, bucket=options.message, apart=apart, itemsize=itemsize)
+    still = frozenset() if split is None else split.assembly.still
+    sorted_ = members(model, anatomy, group, bucket=options.message, apart=apart, itemsize=itemsize, still=still)
+    layouts = _layouts(sorted_, mesh, split)
     units: list[Unit] = []
-    for index, member in enumerate(sorted_):
-        layout = Layout.of(member.weights, axis.size, blocks)
+    for index, (member, layout) in enumerate(zip(sorted_, layouts, strict=True)):
         leaves_last = layout.trained > 0 and not any(unit.arena.layout.trained for unit in units)
         passengers = room(options.parts) if seats and leaves_last else 0
-        arena = Arena(layout, precision, axis.index, resident=not sharded, device=device, passengers=passengers)
+        axis, resident = mesh.over() if member.still else mesh["z"], member.still or not sharded
+        arena = Arena(layout, precision, axis.index, resident=resident, device=device, passengers=passengers)
         arena.fill(fill)
-        units.append(
-            Unit(index, member.name, arena, axis, member.owners, hold=options.shard == "optimizer", codec=codec)
-        )
+        hold = options.shard == "optimizer"
+        units.append(Unit(index, member.name, arena, axis, member.owners, hold=hold, codec=codec))
     for unit in units:
         unit.install()
     _place_buffers(model, precision, device)
@@ -288,6 +288,11 @@ def place(
     answer_state_dict(model, units, None if split is None else split.assembly)
     write_loaded_state(model, units)
     return placed
+
+
+def _layouts(sorted_: Sequence[Members], mesh: Mesh, split: Split | None) -> list[Layout]:
+    blocks = {} if split is None else split.assembly.blocks()
+    return [Layout.of(member.weights, 1 if member.still else mesh["z"].size, blocks) for member in sorted_]
 
 
 def _seats(units: Sequence[Unit], mesh: Mesh) -> Seats | None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fourfold import randomness
-from fourfold.anatomy import Anatomy, Linear
+from fourfold.anatomy import Linear
 from fourfold.placement.refusals import PlacementError
 from fourfold.placement.tensor.dealing import Dealing, vectors
 from fourfold.placement.tensor.executor import Switch
@@ -23,11 +23,12 @@ class Between(ABC):
 
     Attributes:
         mesh: this rank's, or a dry one.
+        dealing: the cuts of all weights.
         anatomy: of the model.
     """
 
-    def __init__(self, mesh: Mesh, anatomy: Anatomy) -> None:
-        self.mesh, self.anatomy = mesh, anatomy
+    def __init__(self, mesh: Mesh, dealing: Dealing) -> None:
+        self.mesh, self.dealing, self.anatomy = mesh, dealing, dealing.anatomy
 
     @abstractmethod
     def siblings(self, linear: Linear, modules: Sequence[nn.Module], about: Mapping[str, Any]) -> Siblings:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fourfold import randomness
-from fourfold.anatomy import Anatomy, Linear
+from fourfold.anatomy import Linear
 from fourfold.placement.refusals import PlacementError
 from fourfold.placement.tensor.between import Between
 from fourfold.placement.tensor.dealing import Dealing
@@ -66,8 +66,8 @@ class Cube:
 class RowsCut(Between):
     """Batch rows lie over the axis over which features do not."""
 
-    def __init__(self, mesh: Mesh, anatomy: Anatomy) -> None:
-        super().__init__(mesh, anatomy)
+    def __init__(self, mesh: Mesh, dealing: Dealing) -> None:
+        super().__init__(mesh, dealing)
         self.cube = Cube(mesh["y"], mesh["x"])
 
     def siblings(self, linear: Linear, modules: Sequence[nn.Module], about: Mapping[str, Any]) -> Siblings:

@@ -48,7 +48,7 @@ class Dealing:
         """How the input features of a linear are dealt: as the outputs of a neighbour in its module are, if one is."""
         if axis is None or self.sizes[axis] == 1:
             return None
-        known = self._outputs.get((_parent(linear.module), size, axis))
+        known = self._outputs.get((_parent(linear.module), size, axis)) if unit > 1 else None
         return known or self.evenly(size, axis, unit)
 
     def evenly(self, size: int, axis: str, unit: int = 1) -> Share:
@@ -266,7 +266,7 @@ def _settle(dealing: Dealing, name: str, cut: Cut) -> None:
 def _deal_table(dealing: Dealing, name: str, axis: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
     rows, width = shapes[name]
     largest = max(shapes[table][0] for table in dealing.anatomy.embeddings)
-    whole = dealing.sizes["y"] == 1 or rows < dealing.sizes["y"] or rows * SMALL_TABLE <= largest
+    whole = axis == "y" or dealing.sizes["y"] == 1 or rows < dealing.sizes["y"] or rows * SMALL_TABLE <= largest
     columns = dealing.evenly(width, axis) if dealing.sizes[axis] > 1 else None
     _refuse_empty(name, columns, width, "columns")
     dealing.cuts[name] = Cut((rows, width), (None if whole else dealing.evenly(rows, "y"), columns))

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fourfold import randomness
-from fourfold.anatomy import Anatomy, Linear
+from fourfold.anatomy import Linear
 from fourfold.placement.cut import Share, deal
 from fourfold.placement.refusals import PlacementError
 from fourfold.placement.tensor.between import Between
@@ -84,8 +84,8 @@ class Time:
 class TimeCut(Between):
     """Time lies over y between a block's linears."""
 
-    def __init__(self, mesh: Mesh, anatomy: Anatomy) -> None:
-        super().__init__(mesh, anatomy)
+    def __init__(self, mesh: Mesh, dealing: Dealing) -> None:
+        super().__init__(mesh, dealing)
         self.time = Time(mesh["y"])
 
     def siblings(self, linear: Linear, modules: Sequence[nn.Module], about: Mapping[str, Any]) -> Siblings:

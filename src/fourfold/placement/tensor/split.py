@@ -22,6 +22,7 @@ from fourfold.placement.tensor.between import Between, Copies
 from fourfold.placement.tensor.cube import RowsCut
 from fourfold.placement.tensor.dealing import Dealing, deal_weights
 from fourfold.placement.tensor.layers import refuse_layers
+from fourfold.placement.tensor.plane import Plane, on_one_axis
 from fourfold.placement.tensor.regions import LossScope, RootExecutor
 from fourfold.placement.tensor.rehearsal import Stage
 from fourfold.placement.tensor.sequence import TimeCut
@@ -66,7 +67,7 @@ class Split:
 
     def __post_init__(self) -> None:
         self.assembly = Assembly(self.mesh, self.dealing.cuts)
-        between = self.way(self.mesh, self.anatomy)
+        between = self.way(self.mesh, self.dealing)
         self.takeover = Takeover(self.anatomy, self.mesh, self.dealing, between, self.overlap, self.widths)
 
     # ---- before anything is allocated
@@ -140,8 +141,9 @@ class Split:
 
     def _dry(self, ledger: Ledger) -> tuple[Split, nn.Module]:
         """This rank's split of a twin with blocks for weights, on a mesh that moves nothing."""
-        x, y = self.mesh["x"], self.mesh["y"]
-        mesh = dry_mesh({"x": x.size, "y": y.size}, x.index + x.size * y.index, ledger)
+        x, y, z = (self.mesh[name] for name in ("x", "y", "z"))
+        here = x.index + x.size * (y.index + y.size * z.index)
+        mesh = dry_mesh({"x": x.size, "y": y.size, "z": z.size}, here, ledger)
         shapes = {name: block.shape for name, block in self.assembly.blocks().items()}
         model = self._stage.twin(shapes)
         split = dataclasses.replace(self, mesh=mesh, scope=LossScope())
@@ -239,7 +241,12 @@ def divide(model: nn.Module, anatomy: Anatomy, mesh: Mesh, grid: Grid, *, overla
                 f"{path}: expected an embedding without max_norm and scale_grad_by_freq, which look at whole rows of "
                 "the table or at all lookups; set them to None and False, or leave out plan.placement.tensor"
             )
-    way = Copies if not grid.rows_cut or grid.y == 1 else TimeCut if grid.x == 1 else RowsCut
+    if grid.summa:
+        anatomy, way = on_one_axis(anatomy), Plane
+    elif grid.rows_cut and grid.y > 1:
+        way = TimeCut if grid.x == 1 else RowsCut
+    else:
+        way = Copies
     split = Split(anatomy, mesh, deal_weights(model, anatomy, grid), way, overlap)
     split.takeover.between.share(split.dealing, model)
     return split

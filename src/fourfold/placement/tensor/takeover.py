@@ -156,8 +156,8 @@ class Takeover:
             NormExecutor(self.switch, module, path, self.mesh[norm.axis], size)
 
     def _attach_table(self, name: str, module: nn.Embedding) -> None:
-        share = self.dealing.cuts[name].shares[0] if name in self.anatomy.embeddings else None
-        if share is not None:
+        share, columns = self.dealing.cuts[name].shares if name in self.anatomy.embeddings else (None, None)
+        if share is not None and (columns is None or columns.axis != "z"):  # else `between` sees to it
             axis = self.mesh[share.axis]
             (rows,) = share.runs[axis.index]
             TableExecutor(self.switch, module, axis, rows)

@@ -1,0 +1,178 @@
+"""Optimus' 2D algorithm on whole models (Xu et al. 2021): rows lie over z, features of everything over y.
+
+Residual and inner features lie over the same axis, so a linear takes and gives what it is given over: its weight has
+its output features over y and its input features over z, and is multiplied by SUMMA. Such a weight is cut over z as it
+is: it is neither gathered nor scattered with the other weights of its block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fourfold import randomness
+from fourfold.anatomy import Anatomy, Linear
+from fourfold.placement.cut import Cut, Share
+from fourfold.placement.refusals import PlacementError
+from fourfold.placement.tensor.between import Between
+from fourfold.placement.tensor.dealing import Dealing
+from fourfold.placement.tensor.executor import Executor, Switch
+from fourfold.placement.tensor.linears import Siblings
+from fourfold.placement.tensor.rehearsal import Run
+from fourfold.placement.tensor.summa import summa
+from fourfold.wire import Axis, ops
+from fourfold.wire.formulas import shares
+
+
+def on_one_axis(anatomy: Anatomy) -> Anatomy:
+    """The same anatomy with everything that lies over x over y."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(moved, value))
+        return "y" if value == "x" else value
+
+    tables = {name: {key: moved(one) for key, one in getattr(anatomy, name).items()} for name in _TABLES}
+    dropouts = tuple(dropout._replace(axis=moved(dropout.axis)) for dropout in anatomy.dropouts)
+    return dataclasses.replace(anatomy, **tables, dropouts=dropouts, outputs=tuple(map(moved, anatomy.outputs)))
+
+
+_TABLES = ("linears", "embeddings", "norms", "raw", "whole")
+
+
+class Plane(Between):
+    """Linears between features over y and features over y are SUMMA's."""
+
+    def siblings(self, linear: Linear, modules: Sequence[nn.Module], about: Mapping[str, Any]) -> Siblings:
+        """One broadcast of the input for all."""
+        if not _is_summa(linear):
+            return self.plain(linear, modules, about)
+        name = next(name for name, one in self.anatomy.linears.items() if one == linear)
+        total = self.dealing.cuts[name].shape[linear.layout.split(",").index("in")]
+        found = SummaSiblings(modules, self.axis("y"), self.axis("y"), linear.layout, **about)
+        found.rows, found.total = self.mesh["z"], total
+        return found
+
+    def attach(self, model: nn.Module, switch: Switch) -> None:
+        """Tables that are a linear's weight, too, lie as that does."""
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for module in model.modules():
+            if isinstance(module, nn.Embedding) and names[id(module.weight)] in self.anatomy.linears:
+                cut = self.dealing.cuts[names[id(module.weight)]]
+                rows = cut.shares[0]
+                assert rows is not None
+                plane = self.mesh["y"], self.mesh["z"]
+                TiedTable(switch, module, plane, rows.runs[plane[0].index][0], cut.shape[1])
+
+    def share(self, dealing: Dealing, model: nn.Module) -> None:
+        """Cut the input features of linears over z, in place of y.
+
+        Raises:
+            PlacementError: features that are not dealt evenly, or layers that SUMMA does not know.
+        """
+        for name, linear in self.anatomy.linears.items():
+            if linear.layout.startswith("expert") or (linear.contract and model.get_parameter(name).dim() != 2):
+                raise PlacementError(f"{name}: 2d multiplies plain matrices only; choose algorithm: 4d")
+            if _is_summa(linear):
+                dealing.cuts[name] = self._over_z(name, linear, dealing.cuts[name])
+
+    def _over_z(self, name: str, linear: Linear, cut: Cut) -> Cut:
+        dim, size = linear.layout.split(",").index("in"), self.mesh["y"].size
+        before = cut.shares[dim]
+        even = [(range(start, stop),) for start, stop in _spans(cut.shape[dim], size)]
+        if before is not None and list(before.runs) != even:
+            raise PlacementError(
+                f"{name}: 2d: expected {cut.shape[dim]} input features in parts as even as can be over y = {size}, "
+                "found whole heads of other sizes; choose a q that divides the heads, or algorithm: 4d"
+            )
+        shares_ = list(cut.shares)
+        shares_[dim] = Share("z", tuple((range(start, stop),) for start, stop in _spans(cut.shape[dim], self.z)))
+        return Cut(cut.shape, tuple(shares_))
+
+    @property
+    def z(self) -> int:
+        """Ranks of z."""
+        return self.mesh["z"].size
+
+    def remember(self, dealing: Dealing, whole: Run) -> dict[str, randomness.Window]:
+        """Rows are where z has them."""
+        return {}
+
+
+def _is_summa(linear: Linear) -> bool:
+    return linear.contract == linear.output == "y"
+
+
+def _spans(total: int, ranks: int) -> list[tuple[int, int]]:
+    sizes = shares(total, ranks)
+    return [(sum(sizes[:index]), sum(sizes[: index + 1])) for index in range(ranks)]
+
+
+class SummaSiblings(Siblings):
+    """Linears whose input features lie over y, and those of their weights over z.
+
+    Attributes:
+        rows: the axis z.
+        total: input features of the whole layer.
+    """
+
+    rows: Axis
+    total: int
+
+    def compute(self, x: Tensor) -> tuple[Tensor, ...]:
+        """[..., features over y] → the same. Gradients of biases are of this rank's rows, like those of norms."""
+        weights: list[Any] = [module.weight for module in self.modules]
+        about: dict[str, Any] = {"rows": self.rows, "features": self.output, "total": self.total}
+        found = summa(x, weights, [None for _ in weights], **about, layout=self.layout, overlap=self.overlap)
+        pairs = zip(found, self.biases, strict=True)
+        return tuple(one if bias is None else one + bias for one, bias in pairs)
+
+
+class TiedTable(Executor):
+    """An embedding that is a linear's weight, too: rows over y, columns over z.
+
+    Columns are gathered over z; every rank looks up its rows, and the sum over y is dealt out by features.
+
+    Attributes:
+        features, columns: the axes y and z.
+        rows: of the table that are here.
+        width: columns of the whole table.
+    """
+
+    def __init__(self, switch: Switch, module: nn.Module, plane: tuple[Axis, Axis], rows: range, width: int) -> None:
+        super().__init__(switch, module)
+        self.features, self.columns = plane
+        self.rows, self.width = rows, width
+
+    def on_blocks(self, *args: Any, **kwargs: Any) -> Any:
+        """Indices [...] → [..., features over y]."""
+        with _Lookups(self):
+            return self.inner(*args, **kwargs)
+
+
+class _Lookups(TorchFunctionMode):
+    def __init__(self, table: TiedTable) -> None:
+        super().__init__()
+        self.table = table
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is F.embedding:
+            return self._look_up(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _look_up(
+        self, input: Tensor, weight: Tensor, padding_idx: int | None = None, *unused: Any, **settings: Any
+    ) -> Tensor:
+        table, rows = self.table, self.table.rows
+        columns, features = (shares(table.width, axis.size) for axis in (table.columns, table.features))
+        whole = ops.gather_scatter(weight, table.columns, "weight", dim=1, sizes=columns)
+        here = (input >= rows.start) & (input < rows.stop)
+        at = (input - rows.start).clamp(0, len(rows) - 1)
+        pad = None if padding_idx is None or padding_idx not in rows else padding_idx - rows.start
+        found = F.embedding(at, whole, pad) * here.unsqueeze(-1)
+        return ops.scatter_gather(found, table.features, "embedding", dim=-1, sizes=features)
