@@ -121,8 +121,8 @@ def _merge(blocks: list[Members], bucket: int, itemsize: int) -> list[Members]:
                 f"{last.name} + {block.name}",
                 last.blocks + block.blocks,
                 last.outer or block.outer,
-                last.weights + block.weights,
-                {**last.owners, **block.owners},
+                weights=last.weights + block.weights,
+                owners={**last.owners, **block.owners},
             )
         else:
             merged.append(block)

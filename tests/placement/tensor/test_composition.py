@@ -104,7 +104,13 @@ def name(row: Mapping[str, Any]) -> str:
     return " ".join(str(value) for value in shown.values() if value not in ({}, "", None))
 
 
-@pytest.mark.parametrize("row", ROWS, ids=name)
+def listed(rows: Sequence[dict[str, Any]]) -> list[Any]:
+    """Every other row is in the suite; the others are for `make test-long`."""
+    later = (pytest.mark.long,)
+    return [pytest.param(row, id=name(row), marks=later if number % 2 else ()) for number, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize("row", listed(ROWS))
 def test_all_pairs_of_choices(row: dict[str, Any]) -> None:
     ours = work(row)
     expected = serial(ours)

@@ -86,7 +86,12 @@ def looking(run: Run, work: Work) -> Outcome:
 
 @pytest.mark.parametrize(
     ("name", "grid"),
-    [("packed", GRIDS[1]), ("grouped", GRIDS[0]), ("grouped", GRIDS[2]), ("gpt2", {"x": 2, "y": 2})],
+    [
+        ("packed", GRIDS[1]),
+        ("grouped", GRIDS[0]),
+        ("grouped", GRIDS[2]),
+        pytest.param("gpt2", {"x": 2, "y": 2}, marks=pytest.mark.long),
+    ],
     ids=str,
 )
 def test_looks_between_steps_see_the_plain_model_and_change_nothing(name: str, grid: dict[str, int]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Iterator
 
 from torch import nn
 
@@ -16,32 +16,45 @@ FREE = frozenset("t transpose size view reshape contiguous flatten to type_as pa
 """What a layer may do beside its product: F.pad is part of a convolution that pads by reflection."""
 
 
+def refuse_holders(model: nn.Module, anatomy: Anatomy) -> None:
+    """A linear on blocks reads `weight` and `bias` of its module, so the module must hold these and nothing else.
+
+    Raises:
+        PlacementError: names the weight, the module and what it holds.
+    """
+    names = own_names(model)
+    held = Counter(linear.module for linear in anatomy.linears.values())
+    for name, path, module in _layers(model, anatomy):
+        others = [key for key, _ in module.named_parameters(recurse=False) if key not in ("weight", "bias")]
+        if held[path] > 1 or names.get(id(getattr(module, "weight", None))) != name or others:
+            raise PlacementError(
+                f"{name}: is read by {_described(path, module)}, which holds "
+                f"{', '.join(key for key, _ in module.named_parameters())}; {_EXPECTED}"
+            )
+
+
 def refuse_layers(model: nn.Module, anatomy: Anatomy, whole: Run) -> None:
     """A linear on blocks takes the place of its module's whole forward, so that must be a linear and nothing else.
 
     Raises:
-        PlacementError: names the module and what else it does.
+        PlacementError: names the weight, the module and what else it does.
     """
-    names, modules = own_names(model), dict(model.named_modules())
-    held = Counter(linear.module for linear in anatomy.linears.values())
-    for name, linear in anatomy.linears.items():
-        if linear.layout not in ("out,in", "in,out"):  # all experts' in one (`experts.py`)
-            continue
-        module: Any = modules[linear.module]
-        others = [key for key, one in module.named_parameters(recurse=False) if key not in ("weight", "bias")]
-        if held[linear.module] > 1 or names.get(id(getattr(module, "weight", None))) != name or others:
-            raise PlacementError(
-                f"{name}: is read by {_described(linear.module, module)}, which holds "
-                f"{', '.join(key for key, _ in module.named_parameters())}; {_EXPECTED}"
-            )
-        done = whole.inside.get(linear.module, [])
+    for name, path, module in _layers(model, anatomy):
+        done = whole.inside.get(path, [])
         products = [function for function in done if function in PRODUCTS]
         extra = sorted({function for function in done if function not in PRODUCTS | FREE})
-        if len(products) != whole.times[linear.module] or extra:
+        if len(products) != whole.times[path] or extra:
             raise PlacementError(
-                f"{name}: {_described(linear.module, module)} calls {', '.join(extra or products or ['no product'])} "
+                f"{name}: {_described(path, module)} calls {', '.join(extra or products or ['no product'])} "
                 f"around its weight; {_EXPECTED}"
             )
+
+
+def _layers(model: nn.Module, anatomy: Anatomy) -> Iterator[tuple[str, str, nn.Module]]:
+    """(weight, path of its module, the module) of linears, but for experts with all weights in one (`experts.py`)."""
+    for name, linear in anatomy.linears.items():
+        if linear.layout in ("out,in", "in,out"):
+            yield name, linear.module, model.get_submodule(linear.module)
 
 
 _EXPECTED = (

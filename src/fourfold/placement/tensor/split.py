@@ -21,7 +21,7 @@ from fourfold.placement.tensor.assembly import Assembly
 from fourfold.placement.tensor.between import Between, Copies
 from fourfold.placement.tensor.cube import RowsCut
 from fourfold.placement.tensor.dealing import Dealing, deal_weights
-from fourfold.placement.tensor.layers import refuse_layers
+from fourfold.placement.tensor.layers import refuse_holders, refuse_layers
 from fourfold.placement.tensor.plane import Plane, on_one_axis
 from fourfold.placement.tensor.regions import LossScope, RootExecutor
 from fourfold.placement.tensor.rehearsal import Stage
@@ -241,6 +241,7 @@ def divide(model: nn.Module, anatomy: Anatomy, mesh: Mesh, grid: Grid, *, overla
                 f"{path}: expected an embedding without max_norm and scale_grad_by_freq, which look at whole rows of "
                 "the table or at all lookups; set them to None and False, or leave out plan.placement.tensor"
             )
+    refuse_holders(model, anatomy)
     if grid.summa:
         anatomy, way = on_one_axis(anatomy), Plane
     elif grid.rows_cut and grid.y > 1:
