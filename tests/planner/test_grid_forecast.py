@@ -70,6 +70,7 @@ def run_once(world: Any, model: Any, loss: Any, batch: Any, chosen: Plan) -> tup
         plan(x=3, z=2, recompute="full", microbatches=2),
         plan(y=3, data=2, precision="bf16", recompute="selective", microbatches=3),
         plan(y=2, algorithm="1d"),
+        plan(y=3, algorithm="1d-sequence", recompute="full"),
     ],
     ids=str,
 )
@@ -91,15 +92,14 @@ def test_copies_of_key_value_heads_are_summed():
     assert ("y/2", "gradient", "all_reduce") in found
 
 
-def test_closed_form_and_trace_agree_but_for_the_loss():
-    config = dataclasses.replace(CONFIG, vocabulary=16 * SEQUENCE + 1)  # positions are then whole on every rank of y
+@pytest.mark.parametrize("vocabulary", [VOCABULARY, 16 * SEQUENCE + 1])  # positions are cut over y, or are not
+def test_closed_form_and_trace_send_the_same(vocabulary):
+    config = dataclasses.replace(CONFIG, vocabulary=vocabulary)
     traces = Traces(Subject(lambda: GPT(config), cross_entropy, {"tokens": TOKENS["tokens"][:2]}, ROWS))
     found = forecast(traces, machine(), plan(x=2, y=2, z=2)).ledger
     likeness = network(traces)
     assert likeness is not None
-    closed = Tolls(likeness, Factors(2, 2, 2, 1), Job(ROWS, itemsize=4, loss=False)).sent()
-    logits = found.traffic()["y", "activation", "all_gather"].bytes
-    assert {axis: found.sent(axis=axis) - (logits if axis == "y" else 0) for axis in AXES} == closed
+    assert {axis: found.sent(axis=axis) for axis in AXES} == Tolls(likeness, Factors(2, 2, 2), Job(ROWS, itemsize=4)).sent()
 
 
 def test_4096_devices_of_an_80b_model_by_trace_and_by_the_formula():
@@ -118,8 +118,8 @@ def test_4096_devices_of_an_80b_model_by_trace_and_by_the_formula():
     norm = 2 * (x - 1) / x * here * 2 * 4  # mean and deviation of a token, in float32
     embedding = e * 2 * (y - 1) / y * here * h / x
     head = e * (2 * (x - 1) / x * here * vocabulary / y + 2 * (y - 1) / y * here * h / x)
-    logits = e * (y - 1) * here * vocabulary / y  # gathered for the loss
-    expected = layers * (block + again + 2 * 3 * norm) + 2 * norm + embedding + head + logits
+    loss = 2 * (y - 1) / y * here * 2 * 4  # two numbers a token, exchanged and gathered
+    expected = layers * (block + again + 2 * 3 * norm) + 2 * norm + embedding + head + loss
     assert found.ledger.sent(axis="x") + found.ledger.sent(axis="y") == expected
 
 
@@ -137,7 +137,7 @@ def test_sums_of_input_gradients_hide_behind_weight_gradients(traces):
     on, off = (forecast(traces, cluster, plan(y=2, overlap=overlap)).timing for overlap in (True, False))
     assert sum(off.hidden.values()) == pytest.approx(0, abs=1e-12)
     assert on.hidden["y"] + on.exposed["y"] == pytest.approx(off.exposed["y"])
-    # forward's sums, the embedding's and the gather of the logits are waited for; backward's sums lie behind products
+    # forward's sums, the embedding's and the loss's are waited for; backward's sums lie behind products
     ledger = forecast(traces, cluster, plan(y=2)).ledger
     backward = ledger.sent(axis="y", kind="activation-gradient")
     assert on.hidden["y"] / off.exposed["y"] == pytest.approx(backward / ledger.sent(axis="y"), rel=1e-6)

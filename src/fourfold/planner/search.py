@@ -7,6 +7,7 @@ own: closed forms (`grids`) rank them, and the best few are traced where they ma
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from fourfold.hardware import Cluster
@@ -138,18 +139,24 @@ def _promising(ranked: Sequence[Ranked], something_fits: bool) -> list[Ranked]:
 
 
 def _forecasts(traces: Traces, cluster: Cluster, ranked: Ranked) -> Iterator[Forecast]:
-    """A grid as its closed form liked it best; and with all recomputed, if that needs too much memory."""
+    """A grid as its closed form liked it best; with time cut over y, where that can be; and with all recomputed, if it
+    needs too much memory."""
     found = forecast(traces, cluster, plan_of(ranked))
     yield found
+    if ranked.grid.x == 1:
+        with suppress(ForecastError):
+            yield forecast(traces, cluster, plan_of(ranked, "1d-sequence"))
     if found.bound.startswith("memory") and ranked.job.recompute != "full":
         yield forecast(traces, cluster, plan_of(replace(ranked, job=replace(ranked.job, recompute="full"))))
 
 
-def plan_of(ranked: Ranked) -> Plan:
-    """The plan that a closed form weighed."""
+def plan_of(ranked: Ranked, algorithm: str = "4d") -> Plan:
+    """The plan that a closed form weighed; "1d-sequence" only where x is one."""
     job, grid = ranked.job, ranked.grid
     precision = next(name for name, size in ITEMSIZES.items() if size == job.itemsize)
     placement = {**grid.settings(), "recompute": job.recompute, "precision": precision}
+    if algorithm == "1d-sequence":
+        placement |= {"tensor": {"algorithm": algorithm, "y": grid.y}, "z": grid.z}
     if grid.z > 1:
         placement["shard"] = job.shard
     return Plan.of(

@@ -117,7 +117,9 @@ def record(subject: Subject, anatomy: Anatomy, inputs: Mapping[str, str], settin
     weights = [[name, list(weight.shape), weight.requires_grad] for name, weight in model.named_parameters()]
     buffers = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
     # Who reads a block's weights outside of it (a penalty) would not find those of the blocks left out.
-    short = settings.short and not anatomy.read_outside
+    # Where time is cut, the first and the last block are not like the others: they cut it, and gather it.
+    alike = settings.grid is None or not settings.grid.rows_cut
+    short = settings.short and alike and not anatomy.read_outside
     images = blocks.shorten(model, anatomy.blocks, inputs) if short else blocks.all_of(anatomy.blocks)
     recorder = Recorder()
     split = None
@@ -137,7 +139,7 @@ def record(subject: Subject, anatomy: Anatomy, inputs: Mapping[str, str], settin
         places = _Places(recorder, settings, len(images), position)
         for image in images:
             places.watch(image, model.get_submodule(image.path))
-        _run(subject, model, batch, recorder, position)
+        _run(subject, model, batch, recorder, position, split)
         gradients = _gradients(model, recorder, anatomy, images)
     return {
         "rows": settings.rows,
@@ -248,12 +250,14 @@ def _run(
     batch: dict[str, Tensor],
     recorder: Recorder,
     position: randomness.Position | None,
+    split: Split | None,
 ) -> None:
     """Forward and backward under the recorder."""
     for tensor in (*model.parameters(), *model.buffers(), *batch.values()):
         recorder.know(tensor)
     with recorder, randomness.at(position):
-        total, _ = subject.loss(model, batch)
+        with nullcontext() if split is None else split.scope.around():
+            total, _ = subject.loss(model, batch)
         recorder.phase, recorder.place = BACKWARD, AFTER
         total.backward()
         recorder.phase = DONE

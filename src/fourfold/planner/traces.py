@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from math import lcm
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from fourfold.planner.subject import Subject
 from fourfold.planner.tape import MismatchError, Tape, blend
 from fourfold.planner.trace import Settings, TraceError, local_shapes, outline, record
 
-PAIR = (2, 3)
-"""Row counts that are traced: what is affine in the rows follows for any number. (One row is special: dims of one
+FEWEST = 2
+"""Rows that are traced, and some more: what is affine in them follows for any number. (One row is special: dims of one
 collapse.)"""
 
 WAYS = ({"real": False, "short": True}, {"real": False, "short": False}, {"real": True, "short": True})
@@ -100,17 +101,17 @@ class Traces:
         """What each operator of the tape holds inside itself, measured on this machine's CPU."""
         if settings not in self._workspace:
             operators = self.tape(settings).operators
-            pair = self._pairs.get(dataclasses.replace(settings, rows=0), [])
+            pair = self._pairs.get(_pair_of(settings), [])
             small = [plain["operators"] for plain in pair]
             small = small if all(len(row) == len(operators) for row in small) else []
             self._workspace[settings] = workspace.sizes(operators, small)
         return self._workspace[settings]
 
     def pair(self, settings: Settings) -> list[dict[str, Any]]:
-        """The raw traces at the two row counts of `PAIR`."""
-        key = dataclasses.replace(settings, rows=0)
+        """The raw traces at the two row counts from which those at `settings.rows` follow."""
+        key = _pair_of(settings)
         if key not in self._pairs:
-            self._pairs[key] = self._record(settings, PAIR)
+            self._pairs[key] = self._record(settings, (key.rows, key.rows + _period(settings)))
         return self._pairs[key]
 
     def _plain(self, settings: Settings) -> dict[str, Any]:
@@ -118,7 +119,8 @@ class Traces:
             return self._record(settings, (1,))[0]
         try:
             first, second = self.pair(settings)
-            return blend(first, second, PAIR, settings.rows)
+            few = _pair_of(settings).rows
+            return blend(first, second, (few, few + _period(settings)), settings.rows)
         except MismatchError:  # operators depend on the rows: trace these very rows
             return self._record(settings, (settings.rows,))[0]
 
@@ -137,6 +139,16 @@ class Traces:
                     raise TraceError(
                         f"{self.subject.name}: its step runs in no way; " + "; ".join(self.failures)
                     ) from error
+
+
+def _period(settings: Settings) -> int:
+    """Rows after which what is dealt over x and y is dealt alike again: from there on all counts are affine."""
+    return 1 if settings.grid is None else lcm(settings.grid.x, settings.grid.y)
+
+
+def _pair_of(settings: Settings) -> Settings:
+    """The fewest rows that deal as those asked for do."""
+    return dataclasses.replace(settings, rows=FEWEST + (settings.rows - FEWEST) % _period(settings))
 
 
 def _accepted(found: dict[str, Any]) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _vocabulary(logits: Tensor, targets: Tensor, axis: str, sizes: Sequence[int], totals: bool) -> Tensor:
     """[tokens, k] of the whole vocabulary, from logits [tokens, V_local] and targets [tokens]."""
     group = axis_of(axis)
-    if targets.device.type == "cpu":
+    if targets.device.type == "cpu" and not group.dry:
         _known(targets, sum(sizes), group)
         return _gathered(logits, targets, group, sizes, totals)
     return _told(_gathered(logits, targets, group, sizes, totals), targets, sum(sizes))
