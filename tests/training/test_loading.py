@@ -26,6 +26,7 @@ from fourfold.training.loader import hf_causal_lm
 from fourfold.training.losses import cross_entropy
 from fourfold.training.optimizer import OptimizerOptions
 from fourfold.training.run import Run, parallelize
+from fourfold.training.safetensors_source import SafetensorsSource
 from ranks import Processes
 from training.test_loader import GPT2, LLAMA, MIXTRAL, NEOX
 
@@ -100,7 +101,7 @@ def read_on_a_rank(world: wire.World, folder: Path, tensor: dict[str, int]) -> t
     loaded = hf_causal_lm(folder)
     source = MeteredBoxes(loaded.weights)
     run = placed(loaded.model, world, tensor, source, shard="parameters" if tensor.get("z", 1) > 1 else "none")
-    assert not loaded.weights._whole, "a weight was made whole"  # pyright: ignore[reportOptionalMemberAccess]
+    assert isinstance(loaded.weights, SafetensorsSource) and not loaded.weights._whole, "a weight was made whole"
     return source.read, source.most, own_elements(run), run.logical_state()
 
 
@@ -212,7 +213,7 @@ def logits_on_a_rank(world: wire.World, settings: dict[str, Any], tokens: Tensor
     config = Config.model_validate(settings)
     model, weights = subject.deferred_model(config)
     values.fill_buffers(model, config.seed)
-    run = worker._place(config, Plan.of(config.plan), model, weights, world)
+    run = worker._place(config, Plan.of(settings["plan"]), model, weights, world)
     run.model.eval()
     with torch.no_grad(), run.placed.forward(None):
         return run.model(tokens).logits + 0  # anything but a view or a copy is given whole logits

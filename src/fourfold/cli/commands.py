@@ -173,7 +173,7 @@ def export(
     /,
     *,
     overwrite: Annotated[bool, Parameter(negative="")] = False,
-    axonn: tuple[int, int, int] | None = None,
+    axonn: Annotated[tuple[int, int, int] | None, Parameter(negative="")] = None,
     json: Json = False,
 ) -> int:
     """Write a run's newest checkpoint as Hugging Face safetensors, which transformers loads, or as per-rank files.

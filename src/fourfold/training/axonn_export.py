@@ -88,7 +88,7 @@ def export(run: str | Path, target: str | Path, grid: AxonnGrid) -> AxonnExport:
         aside.mkdir(parents=True)
         files = write(aside, source, model, grid, dtype=source.dtype)
         size = sum(path.stat().st_size for path in files)
-        settings = getattr(model, "config", None)
+        settings: Any = getattr(model, "config", None)
         if hasattr(settings, "save_pretrained"):
             settings.save_pretrained(aside)
         _compare(aside, source, model)

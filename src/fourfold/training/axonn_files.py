@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 from fourfold.anatomy import own_names
 from fourfold.placement.cut import Block, Cut, Fill, Share, deal
-from fourfold.placement.piece import boxes
 from fourfold.training.checkpoint.durable import flush_file, flush_folder
 from fourfold.training.unread import Brick, Unread
 
@@ -244,9 +243,7 @@ class AxonnSource:
 
     def __call__(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Flat elements [start, stop) of the logical tensor `name`, as `dtype`, on the host."""
-        tensor = self._unread(name)
-        runs = [tensor.box(*box, dtype).reshape(-1) for box in boxes(tensor.shape, start, stop)]
-        return runs[0] if len(runs) == 1 else torch.cat([torch.empty(0, dtype=dtype), *runs])
+        return self._unread(name).run(start, stop, dtype)
 
     def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The box [sizes] of the logical tensor `name`, as `dtype`, on the host."""

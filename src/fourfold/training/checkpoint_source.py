@@ -11,7 +11,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from fourfold.placement.piece import boxes
 from fourfold.training.checkpoint import CheckpointError
 from fourfold.training.checkpoint.verification import check, check_chunk, check_header
 from fourfold.training.unread import Brick, Unread
@@ -39,9 +38,7 @@ class CheckpointSource:
 
     def __call__(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Flat elements [start, stop) of the logical tensor `name`, as `dtype`, on the host."""
-        tensor = self.unread(name)
-        runs = [tensor.box(*box, dtype).reshape(-1) for box in boxes(tensor.shape, start, stop)]
-        return runs[0] if len(runs) == 1 else torch.cat([torch.empty(0, dtype=dtype), *runs])
+        return self.unread(name).run(start, stop, dtype)
 
     def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The box [sizes] of the logical tensor `name`, as `dtype`, on the host."""

@@ -6,7 +6,7 @@ Nothing is downloaded, no code from a folder is run, no pickle is read.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,10 +23,14 @@ from fourfold.training.safetensors_source import LoaderError, SafetensorsSource,
 
 
 class Weights(Protocol):
-    """Where the initial values of a model come from. Any rank may ask for any slice; all get the same answer."""
+    """Where the initial values of a model come from. Any rank may ask for any part; all get the same answer."""
 
-    def slice(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    def __call__(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Flat elements [start, stop) of the logical tensor `name`, row-major, in `dtype`, on the host."""
+        ...
+
+    def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The box [sizes] of the logical tensor `name`, in `dtype`, on the host."""
         ...
 
 
@@ -42,7 +46,7 @@ class Loaded:
     """
 
     model: nn.Module
-    weights: SafetensorsSource | AxonnSource | None
+    weights: Weights | None
     settings: Any
     tokenizer: Tokenizer | None
 
@@ -66,7 +70,7 @@ def hf_causal_lm(path_or_config: str | Path | Mapping[str, Any], *, attention: s
     return Loaded(model, _weights(folder, model), settings, tokenizer_of(folder))
 
 
-def _weights(folder: Path, model: nn.Module) -> SafetensorsSource | AxonnSource | None:
+def _weights(folder: Path, model: nn.Module) -> Weights | None:
     if not is_set(folder):
         return SafetensorsSource(folder, model) if has_weights(folder) else None
     if any(folder.glob("*.safetensors")):

@@ -1,4 +1,4 @@
-"""Weights read slice by slice from the safetensors files of a Hugging Face folder: no rank holds a full copy."""
+"""Weights read box by box from the safetensors files of a Hugging Face folder: no rank holds a full copy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from fourfold.anatomy import own_names
-from fourfold.placement.piece import boxes
 from fourfold.training.unread import Unread
 
 _INDEX = "model.safetensors.index.json"
@@ -69,14 +68,8 @@ class SafetensorsSource:
         self._whole: set[str] = set()
 
     def __call__(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """As `slice`: what `parallelize(weights=…)` calls."""
-        return self.slice(name, start, stop, dtype)
-
-    def slice(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Flat elements [start, stop) of the logical tensor `name`, as `dtype`; reads nothing else."""
-        tensor = self._unread(name)
-        runs = [tensor.box(*box, dtype).reshape(-1) for box in boxes(tensor.shape, start, stop)]
-        return runs[0] if len(runs) == 1 else torch.cat([torch.empty(0, dtype=dtype), *runs])
+        return self._unread(name).run(start, stop, dtype)
 
     def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The box [sizes] of the logical tensor `name`, as `dtype`; reads nothing else."""

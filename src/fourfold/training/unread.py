@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fourfold.placement.piece import boxes
+
 
 class Brick(NamedTuple):
     """A part of the tensor: where it begins, and a view of a file, whose values are read when they are copied."""
@@ -51,6 +53,11 @@ class Unread:
             inside = tuple(slice(at, at + size) for at, size in zip(where, values.shape, strict=True))
             result[inside].copy_(values)
         return result
+
+    def run(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Elements [start, stop) of the tensor, row-major, as `dtype`."""
+        runs = [self.box(*box, dtype).reshape(-1) for box in boxes(self.shape, start, stop)]
+        return runs[0] if len(runs) == 1 else torch.cat([torch.empty(0, dtype=dtype), *runs])
 
     def _parts(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[Brick]:
         """What the bricks have in common with a box, as bricks of the box."""
