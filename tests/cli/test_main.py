@@ -129,6 +129,8 @@ def test_under_json_what_is_printed_goes_to_stderr(capsys: pytest.CaptureFixture
         (["report"], "RUN"),
         (["report", "nowhere"], "expected a run's folder, found no 'nowhere'"),
         (["export", "nowhere", "there"], "expected a run's folder"),
+        (["export", "nowhere", "there", "--axonn", "2", "2"], "--axonn requires 3"),
+        (["export", "nowhere", "there", "--axonn", "2", "2", "1", "--overwrite"], "cannot be had with --axonn"),
         (["config", "shw"], 'Did you mean "show"?'),
         (["config", "explain"], "KEY"),
         (["config", "explain", "train.stepz"], "did you mean 'steps'?"),

@@ -12,12 +12,16 @@ from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fourfold import wire
 from fourfold.config import Config, resolved
 from fourfold.training import subject
 from fourfold.training.checkpoint import Box, CheckpointError, save
 from fourfold.training.checkpoint.safetensors_file import header
 from fourfold.training.export import ExportError, export
 from fourfold.training.hf_writer import HfWriter
+from fourfold.training.losses import cross_entropy
+from fourfold.training.optimizer import OptimizerOptions
+from fourfold.training.run import parallelize
 
 from .test_loader import GPT2, LLAMA, MIXTRAL, NEOX
 
@@ -92,6 +96,46 @@ def test_transformers_loads_the_same_logits(tmp_path, name):
     if "gpt" not in name or name == "gpt2":
         for key, tensor in model.state_dict().items():
             assert torch.equal(loaded.state_dict()[key], tensor), key
+
+
+def on_a_grid(world: wire.World, folder: Path, settings: dict, tensor: dict[str, int]) -> dict[str, torch.Tensor]:
+    """One step, and a checkpoint of it."""
+    model, weights = subject.deferred_model(Config.model_validate({"model": settings, "data": DATA}))
+    run = parallelize(
+        model,
+        cross_entropy,
+        OptimizerOptions(),
+        {"placement": {"precision": "fp32", "tensor": {"algorithm": "4d", **tensor}}},
+        world=world,
+        weights=weights,
+    )
+    run.step({"tokens": torch.arange(24).view(2, 12) % 40})
+    run.save(folder)
+    return run.logical_state()
+
+
+def test_a_run_on_a_grid_comes_back_bit_for_bit(tmp_path, monkeypatch):
+    """Tied weights, key-value heads shared by queries, eight writers that hold columns; little is held at a time."""
+    settings = {"name": "hf_causal_lm", "config": {**LLAMA, "tie_word_embeddings": True}}
+    tensor = {"x": 2, "y": 2, "z": 2}
+    state = wire.threads.launch(8, on_a_grid, tmp_path / "run" / "checkpoints", settings, tensor)[0]
+    (tmp_path / "run" / "config.yaml").write_text(resolved(Config.model_validate({"model": settings, "data": DATA})))
+    held: list[int] = []
+    flush = HfWriter._flush
+
+    def watched(writer: HfWriter) -> None:
+        held.append(sum(tensor.numel() * tensor.element_size() for tensor in writer._held.values()))
+        flush(writer)
+
+    monkeypatch.setattr(HfWriter, "_flush", watched)
+    export(tmp_path / "run", tmp_path / "out", file_bytes=3000)
+    assert len(held) > 3 and max(held) <= 3000
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    found = dict(loaded.named_parameters())
+    assert found.keys() == state.keys()
+    for name, weight in state.items():
+        assert torch.equal(found[name], weight), name
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
 
 
 def test_published_names_are_written_where_the_architecture_packs_them(tmp_path):

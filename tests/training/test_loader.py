@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fourfold.training.loader import LoaderError, hf_causal_lm
+from fourfold.training.loader import LoaderError, Weights, hf_causal_lm
 from fourfold.training.safetensors_source import SafetensorsSource
 
 LLAMA = {
@@ -52,13 +53,13 @@ def write(folder: Path, settings: dict, **options) -> torch.nn.Module:
     return model
 
 
-def assert_same(source: SafetensorsSource | None, model: torch.nn.Module) -> None:
+def assert_same(source: Weights | None, model: torch.nn.Module) -> None:
     """Every tensor of the model, read in three uneven slices."""
     assert source is not None
     for name, tensor in model.state_dict().items():
         flat = tensor.reshape(-1).double()
         cuts = [0, flat.numel() // 3 + 1, 2 * flat.numel() // 3, flat.numel()]
-        parts = [source.slice(name, a, b, torch.float64) for a, b in zip(cuts, cuts[1:], strict=False) if a <= b]
+        parts = [source(name, a, b, torch.float64) for a, b in zip(cuts, cuts[1:], strict=False) if a <= b]
         assert torch.equal(torch.cat(parts), flat), name
 
 
@@ -87,25 +88,25 @@ def test_a_base_models_keys_lack_the_prefix(tmp_path):
     assert_same(hf_causal_lm(tmp_path).weights, model)
 
 
-def test_only_the_rows_of_a_slice_are_read(tmp_path):
-    write(tmp_path, LLAMA)
+@pytest.mark.parametrize("name", ALL)
+def test_every_box_is_that_of_the_saved_model_and_is_no_copy(tmp_path, name):
+    """Halves of every dim. The library gives views of the mapped file: what is not copied from them is never read."""
+    model = write(tmp_path, ALL[name], max_shard_size="5KB")
     source = hf_causal_lm(tmp_path).weights
-    assert source is not None
-    asked = []
+    assert isinstance(source, SafetensorsSource)
+    for key, tensor in model.state_dict().items():
+        for part in itertools.product(*[((0, size // 2), (size // 2, size - size // 2)) for size in tensor.shape]):
+            offsets, sizes = zip(*part, strict=True) if part else ((), ())
+            found = source.box(key, offsets, sizes, torch.float64)
+            assert torch.equal(found, tensor[tuple(slice(o, o + s) for o, s in part)].double()), (key, part)
+    assert not source._whole, "a weight was made whole"
+    mapped = {place(file.get_slice(key)[...]) for file in source._opened.values() for key in file.keys()}
+    assert {place(brick.view) for key in model.state_dict() for brick in source._unread(key).bricks} == mapped
 
-    class Slice:
-        def __getitem__(self, rows: slice) -> torch.Tensor:
-            asked.append(rows)
-            return torch.zeros(rows.stop - rows.start, 16)
 
-    class File:
-        def get_slice(self, key: str) -> Slice:
-            return Slice()
-
-    source._opened["model.safetensors"] = File()
-    values = source.slice("model.layers.0.mlp.up_proj.weight", 5 * 16 + 3, 7 * 16 + 1, torch.bfloat16)
-    assert asked == [slice(5, 8)]
-    assert values.shape == (30,) and values.dtype == torch.bfloat16
+def place(tensor: torch.Tensor) -> int:
+    """Where a tensor's storage is: for one tensor of a mapped file it is always the same."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def test_a_configuration_alone_has_no_weights_and_nothing_is_allocated():

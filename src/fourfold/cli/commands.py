@@ -173,9 +173,10 @@ def export(
     /,
     *,
     overwrite: Annotated[bool, Parameter(negative="")] = False,
+    axonn: Annotated[tuple[int, int, int] | None, Parameter(negative="")] = None,
     json: Json = False,
 ) -> int:
-    """Write a run's newest checkpoint as Hugging Face safetensors, which transformers loads.
+    """Write a run's newest checkpoint as Hugging Face safetensors, which transformers loads, or as per-rank files.
 
     Parameters
     ----------
@@ -184,17 +185,27 @@ def export(
     folder
         Where to write.
     overwrite
-        Replace what an earlier export wrote there.
+        Replace what an earlier export wrote there (of Hugging Face files only).
+    axonn
+        ROW COL DEPTH: instead, one safetensors file a rank of this grid, laid out as AxoNN's checkpoints are.
     json
         Print the result as JSON on stdout, and everything else on stderr.
     """
-    from fourfold.cli.settings import run_folder
+    from fourfold.cli.settings import run_folder, without
 
+    if axonn is not None:
+        without("--overwrite", overwrite, "with --axonn: name an empty folder or none")
     source = run_folder(run)
     with printing(json):
-        from fourfold.training.export import export as write
+        if axonn is not None:
+            from fourfold.training.axonn_export import AxonnGrid
+            from fourfold.training.axonn_export import export as write_ranks
 
-        result = write(source, folder, overwrite=overwrite)
+            result = write_ranks(source, folder, AxonnGrid(*axonn))
+        else:
+            from fourfold.training.export import export as write
+
+            result = write(source, folder, overwrite=overwrite)
     return show(result, json)
 
 

@@ -99,6 +99,12 @@ def positive(option: str, value: int) -> None:
         raise ConfigError([Problem("command line", option, f"expected a whole number of at least 1, found {value}")])
 
 
+def without(option: str, given: bool, why: str) -> None:
+    """Refuse an option that another one leaves no meaning."""
+    if given:
+        raise ConfigError([Problem("command line", option, f"cannot be had {why}")])
+
+
 def among(what: str, names: Iterable[str], known: Sequence[str]) -> None:
     """Refuse names that are not known, with the nearest one that is."""
     wrong = [name for name in names if name not in known]

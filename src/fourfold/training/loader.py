@@ -6,7 +6,7 @@ Nothing is downloaded, no code from a folder is run, no pickle is read.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,14 +18,19 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fourfold.anatomy import deferred
+from fourfold.training.axonn_files import AxonnSource, is_set
 from fourfold.training.safetensors_source import LoaderError, SafetensorsSource, has_weights
 
 
 class Weights(Protocol):
-    """Where the initial values of a model come from. Any rank may ask for any slice; all get the same answer."""
+    """Where the initial values of a model come from. Any rank may ask for any part; all get the same answer."""
 
-    def slice(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    def __call__(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Flat elements [start, stop) of the logical tensor `name`, row-major, in `dtype`, on the host."""
+        ...
+
+    def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The box [sizes] of the logical tensor `name`, in `dtype`, on the host."""
         ...
 
 
@@ -41,7 +46,7 @@ class Loaded:
     """
 
     model: nn.Module
-    weights: SafetensorsSource | None
+    weights: Weights | None
     settings: Any
     tokenizer: Tokenizer | None
 
@@ -50,8 +55,8 @@ def hf_causal_lm(path_or_config: str | Path | Mapping[str, Any], *, attention: s
     """A causal language model, deferred.
 
     Args:
-        path_or_config: a local folder with config.json and maybe `*.safetensors` and tokenizer.json; or what
-            config.json would hold (`model_type` included), for random weights.
+        path_or_config: a local folder with config.json and maybe `*.safetensors` (or per-rank folders in AxoNN's
+            layout) and tokenizer.json; or what config.json would hold (`model_type` included), for random weights.
         attention: transformers' attention code, "sdpa" or "eager".
 
     Raises:
@@ -62,8 +67,15 @@ def hf_causal_lm(path_or_config: str | Path | Mapping[str, Any], *, attention: s
     if isinstance(path_or_config, Mapping):
         return Loaded(model, None, settings, None)
     folder = Path(path_or_config)
-    weights = SafetensorsSource(folder, model) if has_weights(folder) else None
-    return Loaded(model, weights, settings, tokenizer_of(folder))
+    return Loaded(model, _weights(folder, model), settings, tokenizer_of(folder))
+
+
+def _weights(folder: Path, model: nn.Module) -> Weights | None:
+    if not is_set(folder):
+        return SafetensorsSource(folder, model) if has_weights(folder) else None
+    if any(folder.glob("*.safetensors")):
+        raise LoaderError(f"{folder}: expected *.safetensors or folders tp_row_…, found both; move one of them away")
+    return AxonnSource(folder, model)
 
 
 def settings_of(path_or_config: str | Path | Mapping[str, Any]) -> Any:

@@ -1,14 +1,14 @@
-"""Weights read slice by slice from the safetensors files of a Hugging Face folder: no rank holds a full copy."""
+"""Weights read box by box from the safetensors files of a Hugging Face folder: no rank holds a full copy."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from fourfold.anatomy import own_names
+from fourfold.training.unread import Unread
 
 _INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -63,28 +64,29 @@ class SafetensorsSource:
         self._origins, unexpected = self._match()
         self._alias = self._aliases()
         self._check(unexpected)
-        self._joined: tuple[str, Tensor] | None = None
+        self._found: dict[str, Unread] = {}
+        self._whole: set[str] = set()
 
     def __call__(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """As `slice`: what `parallelize(weights=…)` calls."""
-        return self.slice(name, start, stop, dtype)
+        """Flat elements [start, stop) of the logical tensor `name`, as `dtype`; reads nothing else."""
+        return self._unread(name).run(start, stop, dtype)
 
-    def slice(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Flat elements [start, stop) of the logical tensor `name`, as `dtype`; reads only the rows they lie in."""
+    def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The box [sizes] of the logical tensor `name`, as `dtype`; reads nothing else."""
+        return self._unread(name).box(offsets, sizes, dtype)
+
+    def _unread(self, name: str) -> Unread:
+        """A tensor of the model as it lies in the files."""
         name = self._alias[name]
-        origin = self._origins[name]
-        if origin.converter is not None:
-            return self._join(name, origin).reshape(-1)[start:stop].to(dtype)
-        shape = self._shapes[name]
-        file = self._open(origin.keys[0])
-        if not shape:
-            return file.get_tensor(origin.keys[0]).reshape(-1)[start:stop].to(dtype)
-        width = math.prod(shape[1:])
-        if start >= stop or not width:
-            return torch.empty(0, dtype=dtype)
-        first, last = start // width, -(-stop // width)
-        rows = file.get_slice(origin.keys[0])[first:last]
-        return rows.reshape(-1)[start - first * width : stop - first * width].to(dtype)
+        if name not in self._found:
+            origin = self._origins[name]
+            self._found[name] = self._view(origin.keys[0]) if origin.converter is None else self._join(name, origin)
+        return self._found[name]
+
+    def _view(self, key: str) -> Unread:
+        """A tensor of the files: the library gives a view of the file, whose values are read when they are copied."""
+        view = self._open(key).get_slice(key)
+        return Unread.of(view[...] if view.get_shape() else self._open(key).get_tensor(key))
 
     def _open(self, key: str) -> Any:
         """The file of a key, mapped into memory once."""
@@ -131,21 +133,28 @@ class SafetensorsSource:
             if other in self._shapes:
                 origins.setdefault(other, origin)
 
-    def _join(self, name: str, origin: _Origin) -> Tensor:
-        """One whole logical tensor by a converter; the last is kept, since its slices are asked for in a row."""
-        if self._joined is None or self._joined[0] != name:
-            converter = deepcopy(origin.converter)
-            assert converter is not None
-            for key, pattern in zip(origin.keys, origin.patterns, strict=True):
-                converter.add_tensor(name, key, pattern, self._reader(key))  # pyright: ignore[reportArgumentType]
-            config = getattr(self._model, "config", None)
-            made: Mapping[str, Any] = converter.convert(name, model=self._model, config=config)
-            value = made[name]
-            self._joined = (name, value[0] if isinstance(value, list) else value)
-        return self._joined[1]
+    def _join(self, name: str, origin: _Origin) -> Unread:
+        """One logical tensor by a converter of transformers.
 
-    def _reader(self, key: str) -> Callable[[], Tensor]:
-        return lambda: self._open(key).get_tensor(key)
+        The usual ones put parts side by side, stack, split or transpose them, which needs no values. Another one is
+        given values: then the tensor is made whole, and kept until another such is asked for.
+        """
+        try:
+            return self._converted(name, origin, self._view)
+        except Exception:  # what a converter does beside that, it may do to a tensor in any way
+            self._found = {known: tensor for known, tensor in self._found.items() if known not in self._whole}
+            self._whole = {name}
+            return Unread.of(self._converted(name, origin, lambda key: self._open(key).get_tensor(key)))
+
+    def _converted(self, name: str, origin: _Origin, read: Callable[[str], Any]) -> Any:
+        converter = deepcopy(origin.converter)
+        assert converter is not None
+        for key, pattern in zip(origin.keys, origin.patterns, strict=True):
+            converter.add_tensor(name, key, pattern, partial(read, key))  # pyright: ignore[reportArgumentType]
+        config = getattr(self._model, "config", None)
+        made: Mapping[str, Any] = converter.convert(name, model=self._model, config=config)
+        value = made[name]
+        return value[0] if isinstance(value, list) else value
 
     def _aliases(self) -> dict[str, str]:
         """Every name of the model → the name under which its values were found (tied ones are often there once)."""

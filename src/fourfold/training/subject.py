@@ -65,7 +65,7 @@ def deferred_model(config: Config) -> tuple[nn.Module, Fill]:
         builder(config)  # its checks
         loaded = loader.hf_causal_lm(_hf_source(config.model), attention=config.model.attention)
         if loaded.weights is not None:
-            return loaded.model, loaded.weights.slice
+            return loaded.model, loaded.weights
         return loaded.model, Drawn(loaded.model, config.seed)
     model = deferred(builder(config))
     return model, Drawn(model, config.seed)

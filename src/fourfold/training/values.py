@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,25 @@ class ValuesError(ValueError):
     """A model whose weights have no values, or that differs between ranks: names the weight and what to try."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Drawn:
-    """The values of a deferred model, drawn by its recorded initialisers at this seed."""
+    """The values of a deferred model, drawn by its recorded initialisers at this seed.
+
+    What cannot be drawn in part (orthogonal weights) is drawn whole, and kept until another such weight is asked for.
+    """
 
     model: nn.Module
     seed: int
+    _whole: tuple[str, Tensor] | None = field(default=None, init=False, repr=False)
 
     def __call__(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Flat elements [start, stop) of the logical weight `name`."""
-        return initialiser(self.model, name).values(self.seed, start, stop, dtype)
+        drawn = initialiser(self.model, name)
+        if not drawn.whole:
+            return drawn.values(self.seed, start, stop, dtype)
+        if self._whole is None or self._whole[0] != name:
+            self._whole = name, drawn.values(self.seed, 0, torch.Size(drawn.shape).numel())
+        return self._whole[1][start:stop].to(dtype)
 
 
 @torch.no_grad()
