@@ -239,6 +239,7 @@ def stock(name: str, dropout: float = 0.1) -> nn.Module:
     dropped: dict[str, Any] = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
     both: dict[str, Any] = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     both |= {"intermediate_size": 40}
+    pictures: dict[str, Any] = {"image_size": 12, "patch_size": 4, "num_labels": VOCABULARY, "qkv_bias": True}
     experts: dict[str, Any] = {"num_local_experts": 3, "num_experts_per_tok": 2}
     configs: dict[str, Callable[[], Any]] = {
         "llama": lambda: transformers.LlamaConfig(**shape, **grouped),
@@ -250,9 +251,7 @@ def stock(name: str, dropout: float = 0.1) -> nn.Module:
             **shape, ffn_dim=40, word_embed_proj_dim=24, attention_dropout=dropout, dropout=dropout
         ),
         "bert": lambda: transformers.BertConfig(**shape, **both),
-        "vit": lambda: transformers.ViTConfig(
-            **shape, **both, image_size=12, patch_size=4, num_labels=VOCABULARY, qkv_bias=True
-        ),
+        "vit": lambda: transformers.ViTConfig(**shape, **both, **pictures),
     }
     kinds = {"bert": transformers.AutoModelForMaskedLM, "vit": transformers.AutoModelForImageClassification}
     settings: dict[str, Any] = {"attn_implementation": "sdpa"}

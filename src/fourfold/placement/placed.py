@@ -260,17 +260,16 @@ def place(
     precision = Precision.of(options.precision, device)
     split = None
     if options.grid.cuts_features:
-        assert loss is not None and example is not None
-        stage = Stage.of(model, loss, example, anatomy.traced, precision.compute)
+        stage = _stage(model, anatomy, precision, loss, example)
         split = rehearsed(stage, anatomy, mesh, options.grid, overlap=options.overlap)
-    itemsize = torch.empty(0, dtype=precision.message).element_size()
     sharded = options.shard == "parameters" and mesh["z"].size > 1
     apart = sharded or precision.upcast
     still = frozenset() if split is None else split.assembly.still
-    sorted_ = members(model, anatomy, group, bucket=options.message, apart=apart, itemsize=itemsize, still=still)
-    layouts = _layouts(sorted_, mesh, split)
+    sorted_ = members(
+        model, anatomy, group, bucket=options.message, apart=apart, itemsize=precision.message.itemsize, still=still
+    )
     units: list[Unit] = []
-    for index, (member, layout) in enumerate(zip(sorted_, layouts, strict=True)):
+    for index, (member, layout) in enumerate(zip(sorted_, _layouts(sorted_, mesh, split), strict=True)):
         leaves_last = layout.trained > 0 and not any(unit.arena.layout.trained for unit in units)
         passengers = room(options.parts) if seats and leaves_last else 0
         axis, resident = mesh.over() if member.still else mesh["z"], member.still or not sharded
@@ -288,6 +287,13 @@ def place(
     answer_state_dict(model, units, None if split is None else split.assembly)
     write_loaded_state(model, units)
     return placed
+
+
+def _stage(
+    model: nn.Module, anatomy: Anatomy, precision: Precision, loss: Loss | None, example: Mapping[str, Tensor] | None
+) -> Stage:
+    assert loss is not None and example is not None
+    return Stage.of(model, loss, example, anatomy.traced, precision.compute)
 
 
 def _layouts(sorted_: Sequence[Members], mesh: Mesh, split: Split | None) -> list[Layout]:

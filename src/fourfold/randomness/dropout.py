@@ -66,9 +66,9 @@ _MISCUT = (
 
 
 class Window(NamedTuple):
-    """Which part of the rows being computed a tensor holds: the `index`-th of `parts` equal ones."""
+    """Which part of the rows being computed a tensor holds: number `part`, from 0, of `parts` equal ones."""
 
-    index: int
+    part: int
     parts: int
 
 
@@ -100,7 +100,7 @@ class Position(NamedTuple):
         if window is None:
             return self
         rows = self.rows // window.parts
-        return self._replace(row=self.row + window.index * rows, rows=rows)
+        return self._replace(row=self.row + window.part * rows, rows=rows)
 
 
 class _Ambient(threading.local):

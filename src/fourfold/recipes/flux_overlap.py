@@ -211,9 +211,7 @@ def _ends(ranks: Sequence[Sequence[Event]], multiplying: float, sending: float) 
     return ends
 
 
-def _clock(
-    events: Sequence[Event], multiplying: float, ends: Mapping[int, float]
-) -> tuple[float, dict[int, float]]:
+def _clock(events: Sequence[Event], multiplying: float, ends: Mapping[int, float]) -> tuple[float, dict[int, float]]:
     """When one rank is done, and when it comes to each collective, as far as the ends of these are known."""
     now, begun = 0.0, dict[int, float]()
     tiles = _total([event for event in events if event.what == "tile"])

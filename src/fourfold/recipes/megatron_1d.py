@@ -36,9 +36,7 @@ def claim() -> Claim:
                 predicted[f"{about}: sums a layer, backward"] = 2.0
             else:
                 predicted[f"{about}: gathers and scatters a layer"] = 8.0
-            predicted[f"{about}: bytes a layer sends"] = (
-                8 * (ranks - 1) / ranks * _grid.TOKENS * hidden * _grid.ITEM
-            )
+            predicted[f"{about}: bytes a layer sends"] = 8 * (ranks - 1) / ranks * _grid.TOKENS * hidden * _grid.ITEM
             predicted[f"{about}: a layer's matrices, elements"] = 12 * hidden**2 / ranks
     return Claim(
         system="Megatron-LM's tensor parallelism",
@@ -97,7 +95,9 @@ def _control() -> dict[str, float]:
         for algorithm in ALGORITHMS:
             about = f"{algorithm}, {ranks} ranks"
             alone = _steps(_grid.deaf(ranks), {"tensor": {"algorithm": algorithm, "y": ranks}}, expected)
-            figures |= _figures(about, [step._replace(error=deaf.error) for step, deaf in zip(replicas, alone, strict=True)])
+            figures |= _figures(
+                about, [step._replace(error=deaf.error) for step, deaf in zip(replicas, alone, strict=True)]
+            )
     return figures
 
 

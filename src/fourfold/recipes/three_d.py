@@ -63,7 +63,9 @@ def _figures(algorithm: str) -> dict[str, float]:
     return {
         "gradients differ from one process": error,
         **{
-            f"largest part of {what} on a rank": max(rank[1][key] / whole[key] for rank in ranks for key in whole if key[1] == what)
+            f"largest part of {what} on a rank": max(
+                rank[1][key] / whole[key] for rank in ranks for key in whole if key[1] == what
+            )
             for what in ("an input", "a weight", "an output")
         },
         "3D on 64 ranks, elements sent": cube,
