@@ -99,7 +99,9 @@ def test_closed_form_and_trace_send_the_same(vocabulary):
     found = forecast(traces, machine(), plan(x=2, y=2, z=2)).ledger
     likeness = network(traces)
     assert likeness is not None
-    assert {axis: found.sent(axis=axis) for axis in AXES} == Tolls(likeness, Factors(2, 2, 2), Job(ROWS, itemsize=4)).sent()
+    assert {axis: found.sent(axis=axis) for axis in AXES} == Tolls(
+        likeness, Factors(2, 2, 2), Job(ROWS, itemsize=4)
+    ).sent()
 
 
 def test_4096_devices_of_an_80b_model_by_trace_and_by_the_formula():

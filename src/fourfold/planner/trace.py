@@ -156,9 +156,10 @@ def record(subject: Subject, anatomy: Anatomy, inputs: Mapping[str, str], settin
 
 
 def local_shapes(subject: Subject, anatomy: Anatomy, grid: Grid) -> dict[str, Any]:
-    """What a grid's first rank holds of every weight, as plain JSON: {"shapes": {name: shape}}, or {"refused": why}.
+    """What the first rank of a grid holds of every weight. To be called in a process of its own.
 
-    To be called in a process of its own.
+    Returns:
+        As plain JSON {"shapes": {name: shape}}, or {"refused": why}.
     """
     model = _built(subject, real=False)
     try:
