@@ -133,9 +133,14 @@ def _tapes(
     """The traces of this rank's micro-batches, the settings of the first, and shapes of weights that are cut.
 
     Raises:
-        ForecastError: the model cannot be cut over the grid.
+        ForecastError: the model cannot be cut over the grid, or the grid is one of panels.
     """
     placement = plan.placement
+    if placement.grid.summa:
+        raise ForecastError(
+            f"{plan}: no forecast is made of grids on which linears broadcast panels (plan.placement.tensor); "
+            "algorithms 1d, 1d-sequence, 3d and 4d are forecast"
+        )
     grid = dataclasses.replace(placement.grid, z=1, copies=1) if placement.grid.cuts_features else None
     settings = Settings(1, dtype, placement.recompute, grid=grid)
     each = [dataclasses.replace(settings, rows=rows) for rows in _rows(traces, placement, microbatches)]
