@@ -81,6 +81,14 @@ def test_bytes_are_those_that_a_run_forecasts_and_meters(traces, chosen):
     assert any(key[0] in ("x", "y") for key in found)
 
 
+def test_bytes_of_the_3d_algorithm():
+    chosen = Plan.of({"placement": {"tensor": {"algorithm": "3d", "q": 2}}})
+    tokens = {"tokens": torch.zeros(12, SEQUENCE + 1, dtype=torch.int64)}
+    said, metered = threads.launch(8, run_once, GPT(CONFIG), cross_entropy, tokens, chosen)[0]
+    subject = Subject(lambda: GPT(CONFIG), cross_entropy, {"tokens": TOKENS["tokens"][:2]}, 12)
+    assert flows(forecast(subject, machine(), chosen).ledger) == said == metered
+
+
 def test_copies_of_key_value_heads_are_summed():
     work = stock_work("llama", steps=1)
     model, batch = work.fresh(), work.batch(0)
@@ -158,7 +166,7 @@ def test_compute_and_states_are_cut(traces):
 @pytest.mark.parametrize(
     ("chosen", "said"),
     [
-        (plan(y=8), r"blocks.0.attention.qkv.weight: 3 key-value heads over y = 8: expected at most 3 ranks"),
+        (plan(y=8), r"blocks.0.attention.qkv.weight: 3 heads over y = 8 leave some rank without any"),
         (plan(x=40, y=1), r"over x = 40 leave some rank without any; expected .*x of at most 36"),
     ],
     ids=str,
@@ -177,3 +185,9 @@ def test_rows_and_devices_that_do_not_suffice(traces):
     assert found.bound == "rows: z x data = 8, and the batch has 7: some ranks would compute nothing"
     with pytest.raises(ForecastError, match="needs 16 devices, and the machine has 8"):
         forecast(traces, machine(8), plan(x=2, y=2, z=4))
+
+
+def test_grids_of_panels_are_not_forecast_and_say_so(traces):
+    chosen = Plan.of({"placement": {"tensor": {"algorithm": "2d", "q": 2}}})
+    with pytest.raises(ForecastError, match="2d q 2.*: no forecast is made of grids on which linears broadcast panels"):
+        forecast(traces, machine(), chosen)

@@ -1,4 +1,4 @@
-"""The search over grids: it finds the one that moves least where links bind, and keeps to what is fast elsewhere."""
+"""The search over grids finds the one that moves least where links bind, and keeps to what is fast where none do."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from fourfold.planner import ForecastError, Subject, Traces, forecast, plan
 from fourfold.planner.grids import grids
 from fourfold.planner.here import LOOPBACK
 from fourfold.planner.search import MOST_TRACED, Found, factors, look
+from fourfold.planner.tolls import Factors
 from fourfold.training.losses.cross_entropy import cross_entropy
 
 SEQUENCE = 8
@@ -26,8 +27,8 @@ def subject(rows: int = 64, width: int = 256, heads: int = 64, layers: int = 2, 
 
 
 def slow(devices: int, memory: int = 2**34) -> Cluster:
-    """Links of 25 MB/s without delay between devices that compute in no time: a step is its bytes."""
-    link = Link("slow", 0.0, 25e6)
+    """Links of 25 kB/s without delay between devices that compute in no time: a step is its bytes."""
+    link = Link("slow", 0.0, 25e3)
     return Cluster(devices, 1, Device("cpu_made_up", memory, 1e15, {"fp32": 1e18}, "slow"), link, link)
 
 
@@ -75,24 +76,25 @@ def test_on_more_ranks_only_the_most_promising_are_traced(traces, world):
 
 def test_grids_that_are_not_powers_of_two(traces):
     found = look(traces, slow(6))
-    assert {(3, 2, 1, 1), (1, 6, 1, 1), (2, 1, 3, 1)} <= _all(found)
+    assert {Factors(3, 2), Factors(1, 6), Factors(2, 1, 3)} <= _all(found)
     assert factors(found.forecasts[0].plan).y in (2, 3)
 
 
-def _all(found: Found) -> set[tuple[int, ...]]:
+def _all(found: Found) -> set[Factors]:
     return {one.ranked.grid for one in found.estimated} | {factors(one.plan) for one in found.forecasts}
 
 
 def test_small_models_on_cores_keep_to_plans_without_grids():
     device = Device("cpu_here", 2**33, 1e10, {"fp32": 1e11}, LOOPBACK.name, efficiency=0.85)
+    small = Traces(subject(rows=8, width=64, heads=4))
     for workers in (2, 4):
-        found = look(Traces(subject(rows=8, width=64, heads=4)), Cluster(1, workers, device, LOOPBACK, LOOPBACK))
+        found = look(small, Cluster(1, workers, device, LOOPBACK, LOOPBACK))
         assert found.forecasts[0].plan.placement.tensor is None
         assert found.estimated
 
 
 def test_where_nothing_else_fits_a_grid_does():
-    wide = Traces(subject(rows=1, width=256, heads=4, layers=2))
+    wide = Traces(subject(rows=1, width=256, heads=4))
     alone = forecast(wide, slow(1), Plan())
     found = look(wide, slow(2, memory=int(0.7 * alone.peak)))
     assert found.forecasts[0].fits
@@ -116,7 +118,7 @@ def test_the_table_of_grids_and_its_json(traces):
 def test_a_grid_without_room_for_its_heads_says_so():
     found = look(Traces(subject(rows=8, width=48, heads=3)), slow(4))
     reasons = {one.ranked.grid: one.behind for one in found.estimated}
-    assert reasons[1, 4, 1, 1] == "attention.qkv: 3 heads cannot be cut over y = 4"
+    assert reasons[Factors(1, 4)] == "attention.qkv: 3 heads cannot be cut over y = 4"
 
 
 def test_a_model_that_cannot_be_cut_says_why():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fourfold.anatomy import Anatomy
 from fourfold.hardware import Cluster
@@ -88,17 +89,8 @@ def forecast(subject: Subject | Traces, cluster: Cluster, plan: Plan) -> Forecas
     placement = plan.placement
     microbatches = getattr(plan.schedule.options, "microbatches", 1)
     types = precision(placement, cluster)
-    grid = dataclasses.replace(placement.grid, z=1, copies=1) if placement.grid.cuts_features else None
-    settings = Settings(1, str(types.compute).removeprefix("torch."), placement.recompute, grid=grid)
-    try:
-        local = {} if grid is None else traces.local(grid)
-        tapes = [
-            traces.tape(dataclasses.replace(settings, rows=rows)) for rows in _rows(traces, placement, microbatches)
-        ]
-    except CutError as error:
-        raise ForecastError(f"{error}{_near(traces, plan)}") from error
+    tapes, settings, local = _tapes(traces, plan, str(types.compute).removeprefix("torch."), microbatches)
     tape = tapes[0]
-    settings = dataclasses.replace(settings, rows=tape.rows)
     units = _units(traces, tape, placement, types, local)
     states = OPTIMIZER_STATES[traces.subject.optimizer]
     account = memory.Simulation(
@@ -120,15 +112,9 @@ def forecast(subject: Subject | Traces, cluster: Cluster, plan: Plan) -> Forecas
     traffic.features(ledger, plan, tapes)
     traffic.count(ledger, plan, units, told, microbatches)
     where = (tape, units, placement, cluster)
+    about: dict[str, Any] = {"dtype": PRECISIONS[settings.dtype], "microbatches": microbatches, "states": states}
     likely, low, high = (
-        clock.Clock(
-            *where,
-            dtype=PRECISIONS[settings.dtype],
-            microbatches=microbatches,
-            states=states,
-            assume=assume,
-            exchanges=told,
-        ).run()
+        clock.Clock(*where, **about, assume=assume, exchanges=told).run()
         for assume in (clock.LIKELY, clock.BEST, clock.WORST)
     )
     ledger.notes = {
@@ -139,6 +125,30 @@ def forecast(subject: Subject | Traces, cluster: Cluster, plan: Plan) -> Forecas
     }
     bound = _bound(ledger, cluster, plan, traces.subject, microbatches)
     return Forecast(plan, ledger, likely, low.total, high.total, account.when, cluster.device.memory, bound)
+
+
+def _tapes(
+    traces: Traces, plan: Plan, dtype: str, microbatches: int
+) -> tuple[list[Tape], Settings, Mapping[str, Sequence[int]]]:
+    """The traces of this rank's micro-batches, the settings of the first, and shapes of weights that are cut.
+
+    Raises:
+        ForecastError: the model cannot be cut over the grid, or the grid is one of panels.
+    """
+    placement = plan.placement
+    if placement.grid.summa:
+        raise ForecastError(
+            f"{plan}: no forecast is made of grids on which linears broadcast panels (plan.placement.tensor); "
+            "algorithms 1d, 1d-sequence, 3d and 4d are forecast"
+        )
+    grid = dataclasses.replace(placement.grid, z=1, copies=1) if placement.grid.cuts_features else None
+    settings = Settings(1, dtype, placement.recompute, grid=grid)
+    each = [dataclasses.replace(settings, rows=rows) for rows in _rows(traces, placement, microbatches)]
+    try:
+        local = {} if grid is None else traces.local(grid)
+        return [traces.tape(one) for one in each], each[0], local
+    except CutError as error:
+        raise ForecastError(f"{error}{_near(traces, plan)}") from error
 
 
 def _near(traces: Traces, plan: Plan) -> str:

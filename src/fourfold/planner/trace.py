@@ -125,7 +125,7 @@ def record(subject: Subject, anatomy: Anatomy, inputs: Mapping[str, str], settin
     split = None
     if settings.grid is not None:
         try:
-            split = _split(subject, model, settings.grid, dtype, recorder)
+            split = _split(subject, model, settings.grid, settings, recorder)
         except PlacementError as error:
             return {"refused": str(error)}
     with nullcontext() if settings.real else _without_values():
@@ -156,9 +156,10 @@ def record(subject: Subject, anatomy: Anatomy, inputs: Mapping[str, str], settin
 
 
 def local_shapes(subject: Subject, anatomy: Anatomy, grid: Grid) -> dict[str, Any]:
-    """What a grid's first rank holds of every weight, as plain JSON: {"shapes": {name: shape}}, or {"refused": why}.
+    """What the first rank of a grid holds of every weight. To be called in a process of its own.
 
-    To be called in a process of its own.
+    Returns:
+        As plain JSON {"shapes": {name: shape}}, or {"refused": why}.
     """
     model = _built(subject, real=False)
     try:
@@ -168,14 +169,17 @@ def local_shapes(subject: Subject, anatomy: Anatomy, grid: Grid) -> dict[str, An
     return {"shapes": {name: list(block.shape) for name, block in split.assembly.blocks().items()}}
 
 
-def _split(subject: Subject, model: nn.Module, grid: Grid, dtype: torch.dtype, recorder: Recorder) -> Split:
+def _split(subject: Subject, model: nn.Module, grid: Grid, settings: Settings, recorder: Recorder) -> Split:
     """How the model (with fewer blocks, maybe: it is surveyed anew) is split; the recorder hears what it sends.
 
     Raises:
         PlacementError: it cannot be.
     """
     anatomy = survey(model, subject.loss, subject.batch)
-    stage = Stage.of(model, subject.loss, subject.batch, anatomy.traced, dtype)
+    dtype = getattr(torch, settings.dtype)
+    real = dataclasses.replace(settings, real=True)
+    batch = {name: _rows(tensor, real, dtype) for name, tensor in subject.batch.items()}  # rows may be cut, too
+    stage = Stage.of(model, subject.loss, batch, anatomy.traced, dtype)
     return rehearsed(stage, anatomy, tapped({"x": grid.x, "y": grid.y}, recorder), grid, overlap=True)
 
 
