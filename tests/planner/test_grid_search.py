@@ -117,7 +117,7 @@ def test_the_table_of_grids_and_its_json(traces):
 
 def test_a_grid_without_room_for_its_heads_says_so():
     found = look(Traces(subject(rows=8, width=48, heads=3)), slow(4))
-    reasons = {one.ranked.grid: one.behind for one in found.estimated}
+    reasons = {tuple(one.ranked.grid): one.behind for one in found.estimated}
     assert reasons[Factors(1, 4)] == "attention.qkv: 3 heads cannot be cut over y = 4"
 
 

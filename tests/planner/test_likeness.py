@@ -26,6 +26,7 @@ def nameless(one: Network | None) -> Network:
 def test_gpt():
     config = Config(vocabulary=96, context=16, layers=4, width=32, heads=4, dropout=0.1)
     found = network(Traces(Subject(lambda: GPT(config), cross_entropy, TOKENS, 8)))
+    assert found is not None
     assert nameless(found) == nameless(Network.gpt(32, 4, 4, vocabulary=96, sequence=16))
     assert found is not None
     assert [linear.name for linear in found.linears] == [
@@ -46,6 +47,7 @@ def test_llama():
         num_key_value_heads=2,
     )
     found = network(Traces(Subject(lambda: LlamaForCausalLM(config), cross_entropy, TOKENS, 8)))
+    assert found is not None
     assert nameless(found) == nameless(Network.llama(32, 2, 4, 2, 64, vocabulary=96, sequence=16))
     assert found is not None
     assert found.linears[0].name == "self_attn.q_proj|k_proj|v_proj"

@@ -263,11 +263,9 @@ def place(
         stage = _stage(model, anatomy, precision, loss, example)
         split = rehearsed(stage, anatomy, mesh, options.grid, overlap=options.overlap)
     sharded = options.shard == "parameters" and mesh["z"].size > 1
-    apart = sharded or precision.upcast
+    apart, itemsize = sharded or precision.upcast, precision.message.itemsize
     still = frozenset() if split is None else split.assembly.still
-    sorted_ = members(
-        model, anatomy, group, bucket=options.message, apart=apart, itemsize=precision.message.itemsize, still=still
-    )
+    sorted_ = members(model, anatomy, group, bucket=options.message, apart=apart, itemsize=itemsize, still=still)
     units: list[Unit] = []
     for index, (member, layout) in enumerate(zip(sorted_, _layouts(sorted_, mesh, split), strict=True)):
         leaves_last = layout.trained > 0 and not any(unit.arena.layout.trained for unit in units)
