@@ -391,4 +391,5 @@ class Run:
         rule: Rule = self.plan.sync.module.Rule(self.plan.sync.options, self.mesh["data"], events, codec)
         optimizer = build(self.options, placed.shards)
         loss = looked_at(self.loss)
-        return Step(placed, rule, optimizer, loss, self.mesh, self.ledger, self.plan.schedule, self.seed, device)
+        about = self.mesh, self.ledger, self.plan.schedule, self.seed, device
+        return Step(placed, rule, optimizer, loss, *about, batch_of(example))

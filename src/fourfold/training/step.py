@@ -60,6 +60,7 @@ class Step:
     """The step's fixed parts, and its three bodies: forward, backward, update.
 
     Attributes:
+        batch: of the last step; before the first, the example that the model was placed by.
         divisor: losses are divided by it before backward. It is the count of the step before: where that is this step's
             count as well, as in most training, the summed gradients are the mean's and need no further pass. The first
             step takes the rows of its batch.
@@ -74,6 +75,7 @@ class Step:
     schedule: Technique
     seed: int
     device: torch.device
+    batch: Batch
     divisor: float | None = None
     program: Program = field(init=False)
 
@@ -90,7 +92,7 @@ class Step:
         """Take optimizer step `number` on the global batch."""
         began = time.perf_counter()
         self.ledger.begin(number)
-        self._number, self._batch, self._stop = number, batch, stop
+        self._number, self.batch, self._stop = number, batch, stop
         self._sums, self._output = _Sums(), None
         self._divided = self.divisor or float(batch.rows)
         if self._under_way:
@@ -110,11 +112,11 @@ class Step:
 
     def _forward(self, action: Action) -> None:
         microbatch = action.microbatches.start
-        rows = share(self._batch.rows, self.microbatches, self.everyone.size, microbatch, self.everyone.index)
+        rows = share(self.batch.rows, self.microbatches, self.everyone.size, microbatch, self.everyone.index)
         # A rank without rows computes one that does not count: it must take part in every collective.
         counts = len(rows) > 0
         rows = rows if counts else range(1)
-        inputs = {name: tensor.to(self.device) for name, tensor in self._batch(rows).items()}
+        inputs = {name: tensor.to(self.device) for name, tensor in self.batch(rows).items()}
         with self.placed.forward(Position(self.seed, self._number, rows.start, len(rows)), counts=counts):
             total, count = self.loss(self.placed.model, inputs)
         self._output = total if counts else total * 0
@@ -127,7 +129,7 @@ class Step:
         assert output is not None
         last = action.microbatches.stop == self.microbatches
         if last:
-            digest = float((self.mesh.digest() + self._batch.rows) % 2**DIGEST_BITS)
+            digest = float((self.mesh.digest() + self.batch.rows) % 2**DIGEST_BITS)
             self._courier.give(Tally(self._sums.loss, self._sums.count, digest, float(self._stop)))
         if output.itemsize < 4:  # 1 / count would be rounded
             self._divided = 1.0
@@ -160,10 +162,10 @@ class Step:
         return found
 
     def _shapes(self) -> list[dict[str, Tensor]]:
-        """This rank's rows of every micro-batch of the last step's batch."""
+        """This rank's rows of every micro-batch of the batch."""
         cut = (self.microbatches, self.everyone.size)
-        mine = [share(self._batch.rows, *cut, number, self.everyone.index) for number in range(self.microbatches)]
-        return [dict(self._batch(rows if len(rows) else range(1))) for rows in mine]
+        mine = [share(self.batch.rows, *cut, number, self.everyone.index) for number in range(self.microbatches)]
+        return [dict(self.batch(rows if len(rows) else range(1))) for rows in mine]
 
     def forecast(self) -> Ledger:
         """The bytes that this rank will hand over in one step like the last one, by the formulas beside the code."""

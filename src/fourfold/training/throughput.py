@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from fourfold.placement.precision import Precision
+from fourfold.torch_private import dispatch_mode
 from fourfold.training.step import Loss
 
 SIZES = {"cpu": (512, 1024), "cuda": (8192,)}
@@ -50,12 +52,29 @@ def flops_of(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor]) -> int:
         batch: one row is enough, the count is linear in rows.
     """
     inputs = {name: torch.empty_like(tensor, device="meta") for name, tensor in batch.items()}
-    with FlopCounterMode(display=False) as counter:
+    with _Flops() as counter:
         total, _ = loss(model, inputs)
         total.backward()
     for parameter in model.parameters():
         parameter.grad = None
-    return counter.get_total_flops()
+    return counter.total
+
+
+class _Flops(dispatch_mode()):
+    """Adds up what torch knows of each operator.
+
+    Its own `FlopCounterMode` sorts by module, with hooks of the whole process: in the forwards of ranks on other
+    threads they register hooks of tensors, which a rehearsal there takes for the model's.
+    """
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        count: Callable[..., int] | None = flop_registry.get(getattr(func, "overloadpacket", func))
+        if count is not None:
+            self.total += count(*args, **(kwargs or {}), out_val=result)
+        return result
 
 
 def estimated_flops(model: nn.Module, tokens: int) -> int:

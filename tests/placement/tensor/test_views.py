@@ -204,3 +204,12 @@ def test_ranks_that_hold_the_same_block_hold_the_same_bits(grid: dict[str, int])
             met += place in seen
             assert torch.equal(values, seen.setdefault(place, values)), place
     assert met
+
+
+def test_what_a_step_will_send_is_known_before_the_first() -> None:
+    def body(run: Run, work: Work) -> bool:
+        forecast = run.forecast().traffic()
+        run.step(work.batch(0))
+        return forecast == run.ledger.traffic(0)
+
+    assert all(on_ranks(works("packed"), plan(GRIDS[1]), body))

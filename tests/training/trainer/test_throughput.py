@@ -1,6 +1,9 @@
 """FLOPs by the published formula, and utilisation by its definition."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
+from torch.overrides import TorchFunctionMode
 
 from fourfold.models import gpt
 from fourfold.training.losses import cross_entropy
@@ -16,6 +19,30 @@ def test_flops_of_a_gpt_are_the_formula():
     forward = 2 * time * (layers * (24 * width**2 + 4 * time * width) + 2 * width * vocabulary)
     assert flops_of(model, cross_entropy, batch) == 3 * forward
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_counting_is_not_seen_by_models_on_other_threads():
+    """Ranks may be threads, one of which counts while others rehearse."""
+    model, batch = torch.nn.Linear(3, 2, device="meta"), {"x": torch.zeros(1, 3)}
+    seen: list[str] = []
+
+    class Names(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    def other() -> None:
+        with Names():
+            twin(torch.ones(1, 3, requires_grad=True))
+
+    def loss(model, batch):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(other).result()
+        return model(batch["x"]).sum(), 1
+
+    twin = torch.nn.Linear(3, 2)
+    assert flops_of(model, loss, batch) == 2 * 3 * 2 * 2
+    assert "linear" in seen and "register_hook" not in seen
 
 
 def test_utilisation_is_work_over_what_all_ranks_could_do():
