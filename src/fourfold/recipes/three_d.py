@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from statistics import mean
 from typing import Any
 
@@ -24,18 +24,20 @@ M, K, N = 128, 64, 192
 CUBE = {"x": 4, "y": 4, "z": 4}
 SQUARE = {"z": 8, "y": 8}
 
+KINDS = ("an input", "a weight", "an output")
+
 
 def claim() -> Claim:
     """Bian et al. 2021, section 3.
 
-    As the paper, the product that is counted keeps what it has gathered until backward. In a whole model this placement
-    gathers weights again for backward, as `docs/planner.md` counts it.
+    As the paper's, the product that is counted keeps what it has gathered until backward. A whole model on this plan
+    gathers weights again for backward.
     """
     return Claim(
         system="3D tensor parallelism (Colossal-AI)",
         paper="Bian et al. 2021, arXiv 2105.14450",
-        statement="gradients of a transformer on 2x2x2 ranks equal one process's; each rank holds 1/8 of every linear's "
-        "input, weight and output; a product sends (q-1)/q^3 (MK + KN + MN) elements each way, less than 2D does",
+        statement="gradients of a transformer on 2x2x2 ranks equal one process's; each rank holds 1/8 of every "
+        "linear's input, weight and output; a product sends (q-1)/q^3 (MK + KN + MN) elements each way, less than 2D",
         predicted={
             "gradients differ from one process": 0.0,
             "largest part of an input on a rank": 1 / 8,
@@ -62,12 +64,7 @@ def _figures(algorithm: str) -> dict[str, float]:
     square = mean(_square(dry_mesh(SQUARE, rank)) for rank in range(64))
     return {
         "gradients differ from one process": error,
-        **{
-            f"largest part of {what} on a rank": max(
-                rank[1][key] / whole[key] for rank in ranks for key in whole if key[1] == what
-            )
-            for what in ("an input", "a weight", "an output")
-        },
+        **{f"largest part of {what} on a rank": _largest(what, [rank[1] for rank in ranks], whole) for what in KINDS},
         "3D on 64 ranks, elements sent": cube,
         "2D on 64 ranks, elements sent": square,
         "3D sends less than 2D": float(cube < square),
@@ -78,6 +75,10 @@ def _figures(algorithm: str) -> dict[str, float]:
 
 Sizes = dict[tuple[str, str], int]
 """(path of a linear in a block, "an input" and the like): elements."""
+
+
+def _largest(what: str, ranks: Iterable[Sizes], whole: Sizes) -> float:
+    return max(sizes[key] / whole[key] for sizes in ranks for key in whole if key[1] == what)
 
 
 def _step(world: World, tensor: Mapping[str, Any], expected: Mapping[str, Tensor]) -> tuple[float, Sizes]:
