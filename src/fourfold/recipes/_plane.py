@@ -47,7 +47,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         loss, gradients: how far they are from those of one process.
-        weight, activation: largest part of one in a block on a rank.
+        weight, activation: largest part on a rank of one in a block: of what its modules read and give.
         sent: elements that a layer's linears send.
         deep: elements that the sum of a layer's gradients over the layers of the grid sends.
     """

@@ -32,8 +32,8 @@ KINDS = ("input", "weight", "output")
 def claim() -> Claim:
     """Bian et al. 2021, section 3.
 
-    As the paper's, the product that is counted keeps what it has gathered until backward. A whole model on this plan
-    gathers weights again for backward.
+    Parts are of what linears read, store and give. What a linear gathers for itself lies on a rank beside that. As the
+    paper's, the product that is counted keeps it until backward; a whole model on this plan gathers weights again.
     """
     return Claim(
         system="3D tensor parallelism (Colossal-AI)",
