@@ -96,13 +96,13 @@ def _first(events: Sequence[Event]) -> int:
 def ahead(events: Sequence[Event]) -> int:
     """Tiles that read a chunk before its end was seen, or that were computed when their chunk had left."""
     seen: set[tuple[str, int]] = set()
-    ahead = 0
+    count = 0
     for event in events:
         if event.what == "tile" and event.chunk >= 0:
             gathers = ("send", event.chunk) in seen
-            ahead += gathers and ("signal", event.chunk) not in seen
+            count += gathers and ("signal", event.chunk) not in seen
         seen.add((event.what, event.chunk))
-    return ahead
+    return count
 
 
 # ---- what the code does
