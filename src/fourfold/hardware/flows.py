@@ -16,7 +16,7 @@ from fourfold.hardware.collectives import EFFICIENCY
 from fourfold.hardware.sharing import Span
 
 Resource = tuple[str, int]
-STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 """Rounds of n-1 steps."""
 
 
@@ -41,7 +41,7 @@ def ring_time(op: str, nbytes: float, cluster: Cluster, span: Span) -> float:
     """Seconds until every group of the axis has done its ring collective, all begun at once.
 
     Args:
-        op: all_reduce, all_gather or reduce_scatter.
+        op: all_reduce, all_gather, reduce_scatter or all_to_all (which hands over as much).
         nbytes: the whole tensor of one group.
     """
     steps = STEPS[op] * (span.size - 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from fourfold.training.optimizer import OptimizerOptions
 from fourfold.training.run import Run, parallelize
 from fourfold.training.step import Loss
 from fourfold.verify.measure import worst
-from fourfold.verify.serial import Serial, Types
+from fourfold.verify.serial import Serial, SerialStep, Types
 from fourfold.wire import World
 from fourfold.wire.dry import DryFabric
 
@@ -57,10 +57,10 @@ def placed(
 
 def serial(
     subject: nn.Module | None = None, loss: Loss = cross_entropy, given: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
-    """The gradients of the same step in one process."""
+) -> SerialStep:
+    """The same step in one process."""
     subject, given = model() if subject is None else subject, batch() if given is None else given
-    return Serial(copy.deepcopy(subject), loss, OPTIONS, seed=1, types=DOUBLE).step(0, given).gradients
+    return Serial(copy.deepcopy(subject), loss, OPTIONS, seed=1, types=DOUBLE).step(0, given)
 
 
 def error(run: Run, expected: Mapping[str, Tensor]) -> float:
@@ -68,9 +68,46 @@ def error(run: Run, expected: Mapping[str, Tensor]) -> float:
     return worst(run.logical_gradients(), expected).error
 
 
+def alone() -> World:
+    """One rank."""
+    return World(0, 1, "alone", torch.device("cpu"))
+
+
 def deaf(size: int) -> World:
     """The first of so many ranks, which goes on with its own part of each sum: nothing crosses (`wire.dry`)."""
     return World(0, size, "dry", torch.device("cpu"), fabric=DryFabric(0))
+
+
+# ---- what lies on a rank
+
+Sizes = dict[tuple[str, str], int]
+"""(path of a module, or a weight's name, in a block; "input", "output" or "weight"): elements."""
+
+
+def watch(run: Run) -> Sizes:
+    """What the rank stores of the blocks' weights between steps; a step adds their modules' inputs and outputs."""
+    slots = [slot for unit in run.placed.units for slot in unit.arena.layout.slots]
+    sizes: Sizes = {(slot.name, "weight"): slot.used for slot in slots if slot.name.startswith(WITHIN)}
+
+    def hooked(path: str, module: nn.Module) -> None:
+        def hook(_: nn.Module, read: tuple[Tensor, ...], out: Tensor) -> None:
+            sizes[path, "input"], sizes[path, "output"] = read[0].numel(), out.numel()
+
+        module.register_forward_hook(hook)
+
+    for path, module in run.model.named_modules():
+        if path.startswith(WITHIN):
+            hooked(path, module)
+    return sizes
+
+
+def largest(what: str, ranks: Iterable[Sizes], whole: Sizes) -> float:
+    """The largest part on any rank of any "input", "output" or "weight"."""
+    return max(sizes[key] / whole[key] for sizes in ranks for key in whole if key[1] == what)
+
+
+WITHIN = "blocks."
+"""What names in blocks begin with."""
 
 
 def _built(layers: int) -> gpt.GPT:

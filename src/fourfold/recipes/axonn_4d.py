@@ -155,7 +155,7 @@ def _control() -> dict[str, float]:
 
 def _expected() -> dict[str, Tensor]:
     """Gradients of one process."""
-    return _grid.serial(_TEMPLATE, lambda model, batch: _loss(model(batch["tokens"])), _BATCH)
+    return _grid.serial(_TEMPLATE, lambda model, batch: _loss(model(batch["tokens"])), _BATCH).gradients
 
 
 def _figures(found: Mapping[Factors, Sequence[Step]]) -> dict[str, float]:

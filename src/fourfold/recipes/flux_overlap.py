@@ -46,8 +46,8 @@ def claim() -> Claim:
     return Claim(
         system="FLUX",
         paper="Chang et al. 2024, arXiv 2406.06858",
-        statement="a product in tiles equals the unfused one; no tile reads a chunk before its signal; each rank begins "
-        "elsewhere; on a clock it takes at most the longer of computing and sending, plus one tile",
+        statement="a product in tiles equals the unfused one; no tile reads a chunk before its signal; each rank "
+        "begins elsewhere; on a clock it takes at most the longer of computing and sending, plus one tile",
         predicted=predicted,
         measure=lambda: _figures(tiled=True),
         control=lambda: _figures(tiled=False),
@@ -80,7 +80,7 @@ def _figures(*, tiled: bool) -> dict[str, float]:
             ranks = launch(RANKS, _run, form, chunks if tiled else 1)
             events = [rank[1] for rank in ranks]
             figures[f"{about}: differs from the unfused"] = max(rank[0] for rank in ranks)
-            figures[f"{about}: tiles ahead of their signal"] = sum(map(_ahead, events))
+            figures[f"{about}: tiles ahead of their signal"] = sum(map(ahead, events))
             figures[f"{about}: ranks that begin elsewhere"] = len({_first(one) for one in events})
             for speed, ratio in SPEEDS.items():
                 bound = max(ratio, 1.0) * (1 + 1 / chunks)
@@ -93,16 +93,16 @@ def _first(events: Sequence[Event]) -> int:
     return next(event.rank for event in events if event.what == "tile")
 
 
-def _ahead(events: Sequence[Event]) -> int:
+def ahead(events: Sequence[Event]) -> int:
     """Tiles that read a chunk before its end was seen, or that were computed when their chunk had left."""
     seen: set[tuple[str, int]] = set()
-    ahead = 0
+    count = 0
     for event in events:
         if event.what == "tile" and event.chunk >= 0:
             gathers = ("send", event.chunk) in seen
-            ahead += gathers and ("signal", event.chunk) not in seen
+            count += gathers and ("signal", event.chunk) not in seen
         seen.add((event.what, event.chunk))
-    return ahead
+    return count
 
 
 # ---- what the code does

@@ -74,7 +74,7 @@ class Step(NamedTuple):
 
 
 def _expected() -> Expected:
-    return {layers: _grid.serial(_grid.model(layers)) for layers in LAYERS}
+    return {layers: _grid.serial(_grid.model(layers)).gradients for layers in LAYERS}
 
 
 def _measured() -> dict[str, float]:
