@@ -41,8 +41,7 @@ def ddp(model: GPT) -> Step:
 def tensor(model: GPT) -> Step:
     """DTensor's column and row plan (`parallelize_module`), the vocabulary cut, the loss on cut logits.
 
-    Local tensors between the linears, so that only these and the loss pay for DTensor. Logits that are gathered instead
-    (`output_layouts=Replicate()`) and sequence parallelism were tried: see the README.
+    Local tensors between the linears, so that only these and the loss pay for DTensor.
     """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     plan: dict[str, Any] = {
@@ -50,7 +49,7 @@ def tensor(model: GPT) -> Step:
         "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
     }
     for number, block in enumerate(model.blocks):
-        _deal_packed(block.attention.qkv, mesh.size())  # pyright: ignore[reportArgumentType]
+        _deal_packed(block.get_submodule("attention.qkv"), mesh.size())
         plan |= {f"blocks.{number}.{name}": ColwiseParallel() for name in ("attention.qkv", "mlp.expand")}
         plan |= {f"blocks.{number}.{name}": RowwiseParallel() for name in ("attention.project", "mlp.contract")}
     parallelize_module(model, mesh, plan)
@@ -58,7 +57,7 @@ def tensor(model: GPT) -> Step:
 
 
 @torch.no_grad()
-def _deal_packed(qkv: nn.Linear, ranks: int) -> None:
+def _deal_packed(qkv: nn.Module, ranks: int) -> None:
     """q, k and v of the first rank's heads first, then those of the second's: its rows are cut into equal parts."""
     for parameter in qkv.parameters():
         parts = parameter.view(3, ranks, -1, *parameter.shape[1:])

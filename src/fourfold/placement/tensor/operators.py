@@ -13,7 +13,9 @@ from fourfold.wire.axis import axis_of
 _library = torch.library.Library("fourfold", "FRAGMENT")
 
 
-def register(name: str, schema: str, run: Callable[..., Any], shapes: Callable[..., Any], axis: int) -> Callable[..., Any]:
+def register(
+    name: str, schema: str, run: Callable[..., Any], shapes: Callable[..., Any], axis: int
+) -> Callable[..., Any]:
     """Let `torch.ops.fourfold.<name>` be `run`, and `shapes` where tensors are on meta or fake.
 
     On a dry axis (`wire.dry`) those run too, since bytes are counted in it; but not while a compiler looks at shapes,
