@@ -1,12 +1,17 @@
-"""Training speed of two gloo ranks beside torch's own: FSDP2 for sharded parameters, DDP for replicas.
+"""Training speed of two gloo ranks beside torch's own: FSDP2, DDP and DTensor's tensor parallelism.
 
     python benchmarks/speed.py --mode parameters --size large
     python benchmarks/speed.py --mode replicas --size tiny --pairs 31
+    python benchmarks/speed.py --mode tensor --size large
+
+`parameters` are sharded parameters (`z: 2`) beside FSDP2, `depth` the same weights by the z axis of the 4D grid,
+`replicas` whole copies (`data: 2`) beside DDP, and `tensor` is the y axis of the 4D grid beside `parallelize_module`.
 
 Both frameworks train the same GPT on the same tokens, in the same two processes, one thread a rank, fused AdamW each.
 A round is the peer, fourfold and the peer again, in alternating order; peer / peer is the control. Printed are medians
 of the rounds' ratios of wall time with 95 % bootstrap intervals, and CPU seconds summed over the ranks. A ratio above
-1 means that fourfold is faster. The run decides nothing unless the control holds 1 within 3 %.
+1 means that fourfold is faster. The run decides nothing unless the control holds 1 within 3 %. Before anything is timed
+the losses of both must be equal, step by step.
 """
 
 from __future__ import annotations
@@ -20,12 +25,14 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import peers
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor, nn
+from torch import Tensor
 
 from fourfold import wire
 from fourfold.models.gpt import GPT, Config
@@ -62,47 +69,54 @@ def build(size: Size) -> GPT:
     return GPT(shape)
 
 
-def ours(size: Size, mode: str, world: wire.World) -> Callable[[Tensor], float]:
+@dataclass(frozen=True)
+class Mode:
+    """What is compared.
+
+    Attributes:
+        placement: fourfold's.
+        peer: torch's own, from a model to its step.
+        name: of the peer.
+        target: tokens/s of fourfold ÷ peer that it is to reach.
+    """
+
+    placement: dict[str, Any]
+    peer: Callable[[GPT], peers.Step]
+    name: str
+    target: float
+
+
+MODES = {
+    "parameters": Mode({"z": RANKS, "shard": "parameters"}, peers.fsdp, "FSDP2", 1.05),
+    "depth": Mode({"tensor": {"algorithm": "4d", "z": RANKS}}, peers.fsdp, "FSDP2", 1.05),
+    "replicas": Mode({"data": RANKS}, peers.ddp, "DDP", 1.0),
+    "tensor": Mode({"tensor": {"algorithm": "4d", "y": RANKS}}, peers.tensor, "DTensor", 1.15),
+}
+
+
+def ours(size: Size, placement: dict[str, Any], world: wire.World) -> peers.Step:
     """A step of fourfold on the global batch."""
-    placement = {"z": RANKS, "shard": "parameters"} if mode == "parameters" else {"data": RANKS}
-    options = OptimizerOptions(lr=1e-4, weight_decay=0.01)
+    options = OptimizerOptions(lr=peers.RATE, weight_decay=peers.DECAY)
     run = parallelize(build(size), cross_entropy, options, {"placement": placement}, world=world)
     return lambda tokens: run.step({"tokens": tokens}).loss
 
 
-def peer(size: Size, mode: str) -> Callable[[Tensor], float]:
-    """A step of torch's own, set up as its documentation advises."""
-    model = build(size)
-    if mode == "parameters":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+def check(steps: dict[str, peers.Step], batches: list[Tensor]) -> None:
+    """Both train the same: their losses agree, step by step.
 
-        mesh = init_device_mesh("cpu", (RANKS,))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        trained: nn.Module = model
-    else:
-        trained = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=True)
-    index = dist.get_rank()
-
-    def step(tokens: Tensor) -> float:
-        mine = tokens.chunk(RANKS)[index]
-        total, count = cross_entropy(trained, {"tokens": mine})
-        loss = total / count
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(loss.detach())
-
-    return step
+    Raises:
+        SystemExit: they do not.
+    """
+    for number, tokens in enumerate(batches):
+        found = {name: torch.tensor(step(tokens), dtype=torch.float64) for name, step in steps.items()}
+        for loss in found.values():
+            dist.all_reduce(loss)
+        if not torch.allclose(found["fourfold"], found["peer"], rtol=1e-4):
+            losses = {name: float(loss) / RANKS for name, loss in found.items()}
+            raise SystemExit(f"step {number}: expected equal losses, found {losses}; the work is not the same")
 
 
-def timed(step: Callable[[Tensor], float], batches: list[Tensor]) -> tuple[float, float]:
+def timed(step: peers.Step, batches: list[Tensor]) -> tuple[float, float]:
     """Wall seconds of the slower rank, and CPU seconds of both."""
     dist.barrier()
     wall, cpu = time.perf_counter(), time.process_time()
@@ -121,12 +135,13 @@ def rank(index: int, port: int, arguments: argparse.Namespace) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     world = wire.join("gloo")
-    size, mode = SIZES[arguments.size], arguments.mode
-    steps = {"fourfold": ours(size, mode, world), "peer": peer(size, mode)}
+    size, mode = SIZES[arguments.size], MODES[arguments.mode]
+    steps = {"fourfold": ours(size, mode.placement, world), "peer": mode.peer(build(size))}
     generator = torch.Generator().manual_seed(1)
     shape = (size.rows, size.sequence + 1)
     batches = [torch.randint(size.vocabulary, shape, generator=generator) for _ in range(size.steps)]
-    for _ in range(3):
+    check(steps, batches)
+    for _ in range(2):
         for step in steps.values():
             timed(step, batches)
     rounds = []
@@ -153,12 +168,11 @@ def interval(ratios: list[float]) -> tuple[float, float, float]:
 
 def report(rounds: list[dict[str, tuple[float, float]]], arguments: argparse.Namespace, size: Size) -> None:
     """Print the table."""
-    peer_name = "FSDP2" if arguments.mode == "parameters" else "DDP"
+    peer_name, target = MODES[arguments.mode].name, MODES[arguments.mode].target
     speed = interval([(one["peer"][0] + one["again"][0]) / 2 / one["fourfold"][0] for one in rounds])
     control = interval([one["again"][0] / one["peer"][0] for one in rounds])
     cpu = interval([(one["peer"][1] + one["again"][1]) / 2 / one["fourfold"][1] for one in rounds])
     tokens = size.rows * size.sequence * size.steps
-    target = 1.05 if arguments.mode == "parameters" else 1.0
     decides = control[1] <= 1 <= control[2] and (control[2] - control[1]) / 2 <= 0.03
     met = (speed[0] >= target or speed[2] >= target) and speed[1] >= 0.97 * target
     result = {
@@ -180,7 +194,7 @@ def report(rounds: list[dict[str, tuple[float, float]]], arguments: argparse.Nam
 def main() -> None:
     """Start both ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mode", choices=("parameters", "replicas"), required=True)
+    parser.add_argument("--mode", choices=tuple(MODES), required=True)
     parser.add_argument("--size", choices=tuple(SIZES), required=True)
     parser.add_argument("--pairs", type=int, default=21)
     arguments = parser.parse_args()

@@ -151,6 +151,21 @@ def test_composite_shows_a_mode_what_an_operator_calls():
     ]
 
 
+def test_watched_are_tensors_without_numbers_and_all_inside_of_a_mode():
+    class Watch(torch_private.dispatch_mode()):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    plain = torch.ones(2)
+    assert not torch_private.watched(plain)
+    assert torch_private.watched(torch.ones(2, device="meta"))
+    with torch_private.fake_tensors():
+        assert torch_private.watched(torch.ones(2))
+    with Watch():
+        assert torch_private.watched(plain)
+    assert not torch_private.watched(plain)
+
+
 def test_leaves_of_a_nest_in_order():
     nest = {"a": (1, [2, torch.Size([3, 4])]), "b": None}
     assert list(torch_private.leaves(nest)) == [1, 2, 3, 4, None]

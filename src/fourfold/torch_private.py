@@ -80,6 +80,11 @@ def composite(function: Any, args: Any, kwargs: Any) -> Any:
     return function.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
 
 
+def watched(tensor: Tensor) -> bool:
+    """Some mode sees operators below autograd, or this is no tensor of numbers (meta, fake, any other subclass)."""
+    return type(tensor) is not Tensor or tensor.is_meta or torch._C._len_torch_dispatch_stack() > 0
+
+
 def leaves(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> Iterator[Any]:
     """Everything inside nested tuples, lists and dicts, in order; what `is_leaf` holds for is not looked into."""
     from torch.utils._pytree import tree_iter

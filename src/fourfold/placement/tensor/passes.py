@@ -226,14 +226,14 @@ def _backward_shapes(
 
 # ---- registration
 
-register(
+product = register(
     "product",
     f"(Tensor x, Tensor[] weights, Tensor?[] biases, {_CALL}) -> (Tensor, Tensor)",
     _forward,
     _forward_shapes,
     len(Call._fields),
 )
-register(
+product_gradients = register(
     "product_gradients",
     f"(Tensor grad, Tensor? x, Tensor[] weights, SymInt[] widths, bool[] trained, bool[] biased, {_CALL})"
     " -> (Tensor, Tensor, Tensor)",

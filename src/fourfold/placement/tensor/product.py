@@ -98,7 +98,7 @@ class _Product(torch.autograd.Function):
         ctx.wanted, ctx.trained = x.requires_grad, [weight.requires_grad for weight in weights]
         ctx.biased = [bias is not None and bias.requires_grad for bias in biases]
         ctx.shapes = [weight.shape for weight in weights]
-        out, kept = torch.ops.fourfold.product(x, weights, biases, *call)
+        out, kept = passes.product(x, weights, biases, *call)
         read = kept if call.keep else x
         ctx.save_for_backward(read if any(ctx.trained) else None, *(weights if ctx.wanted else ()))
         return out
@@ -109,7 +109,7 @@ class _Product(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         call: passes.Call = ctx.call
         widths = [shape[1] if call.turned else shape[0] for shape in ctx.shapes]
-        dx, dw, db = torch.ops.fourfold.product_gradients(
+        dx, dw, db = passes.product_gradients(
             *(grads[0], x, weights, widths, ctx.trained, ctx.biased), *call
         )
         each = siblings.dealt(

@@ -80,7 +80,7 @@ def matrices(weights: Sequence[Tensor], turned: bool) -> list[Tensor]:
     """
     if turned:
         return list(weights)
-    whole = side_by_side(weights)
+    whole = side_by_side(weights) if len(weights) > 1 else None
     return [weight.t() for weight in weights] if whole is None else [whole.t()]
 
 

@@ -47,5 +47,5 @@ class _Lookups(TorchFunctionMode):
         here = (input >= rows.start) & (input < rows.stop)
         at = (input - rows.start).clamp(0, len(rows) - 1)
         pad = None if padding_idx is None or padding_idx not in rows else padding_idx - rows.start
-        found = F.embedding(at, weight, pad) * here.unsqueeze(-1)
+        found = F.embedding(at, weight, pad).masked_fill_(~here.unsqueeze(-1), 0)
         return ops.sum_identity(found, self.table.axis, "embedding")
