@@ -109,9 +109,7 @@ class _Product(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         call: passes.Call = ctx.call
         widths = [shape[1] if call.turned else shape[0] for shape in ctx.shapes]
-        dx, dw, db = passes.product_gradients(
-            *(grads[0], x, weights, widths, ctx.trained, ctx.biased), *call
-        )
+        dx, dw, db = passes.product_gradients(*(grads[0], x, weights, widths, ctx.trained, ctx.biased), *call)
         each = siblings.dealt(
             dw, [shape if trained else None for shape, trained in zip(ctx.shapes, ctx.trained, strict=True)]
         )
