@@ -41,7 +41,8 @@ def ddp(model: GPT) -> Step:
 def tensor(model: GPT) -> Step:
     """DTensor's column and row plan (`parallelize_module`), the vocabulary cut, the loss on cut logits.
 
-    Local tensors between the linears, so that only these and the loss pay for DTensor.
+    Local tensors between the linears, so that only these and the loss pay for DTensor. With gathered logits and a plain
+    loss instead, a step of the large model took 3 % more CPU, one of the tiny model 6 % less.
     """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     plan: dict[str, Any] = {
