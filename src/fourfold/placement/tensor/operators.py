@@ -27,7 +27,7 @@ def register(
 
     Returns:
         What to call: the op where somebody sees operators (a compiler, a mode, tensors without numbers), else `run`
-        itself: torch's way there and back takes 30 µs.
+        itself: torch's way there and back takes 8 to 12 µs.
     """
 
     def fake(*inputs: Any) -> Any:
