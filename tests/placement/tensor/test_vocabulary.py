@@ -244,9 +244,12 @@ def test_a_second_derivative_is_refused():
 
 @pytest.mark.parametrize("target", [-1, 12])
 def test_a_target_outside_of_the_vocabulary_is_named(target: int):
-    axis = Dry("y", 3, 0)
-    with pytest.raises(VocabularyError, match=rf"expected targets from 0 to 11, found .*{target}.*ignore_index"):
-        vocabulary_cross_entropy(torch.zeros(2, 4), torch.tensor([3, target]), axis)
+    def body(world: wire.World) -> None:
+        axis = wire.Mesh(world, {"y": 3})["y"]
+        with pytest.raises(VocabularyError, match=rf"expected targets from 0 to 11, found .*{target}.*ignore_index"):
+            vocabulary_cross_entropy(torch.zeros(2, 4), torch.tensor([3, target]), axis)
+
+    wire.threads.launch(3, body)
 
 
 def test_where_a_device_is_not_waited_for_it_is_not_a_number():
