@@ -143,7 +143,7 @@ def ours(size: Size, placement: Mapping[str, object], world: wire.World) -> Call
     )
     rule = plan.sync.module.Rule(plan.sync.options, mesh["data"], events, None)
     optimizer = build(OptimizerOptions(lr=1e-4), placed.shards)
-    step = Step(placed, rule, optimizer, cross_entropy, mesh, mesh.ledger, plan.schedule, 1, world.device)
+    step = Step(placed, rule, optimizer, cross_entropy, mesh, mesh.ledger, plan.schedule, 1, world.device, batch)
     numbers = iter(range(1 << 30))
     return lambda: step.run(next(numbers), batch, stop=False).loss
 

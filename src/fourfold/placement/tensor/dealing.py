@@ -48,7 +48,9 @@ class Dealing:
         """How the input features of a linear are dealt: as the outputs of a neighbour in its module are, if one is."""
         if axis is None or self.sizes[axis] == 1:
             return None
-        known = self._outputs.get((_parent(linear.module), size, axis)) if unit > 1 else None
+        # Where the residual lies over the same axis, only heads are sure to be those of a neighbour.
+        known = self._outputs.get((_parent(linear.module), size, axis))
+        known = known if unit > 1 or linear.contract != linear.output else None
         return known or self.evenly(size, axis, unit)
 
     def evenly(self, size: int, axis: str, unit: int = 1) -> Share:
