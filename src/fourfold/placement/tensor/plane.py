@@ -8,12 +8,10 @@ is: it is neither gathered nor scattered with the other weights of its block.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from fourfold import randomness
 from fourfold.anatomy import Anatomy, Linear
@@ -21,10 +19,11 @@ from fourfold.placement.cut import Cut, Share
 from fourfold.placement.refusals import PlacementError
 from fourfold.placement.tensor.between import Between
 from fourfold.placement.tensor.dealing import Dealing
-from fourfold.placement.tensor.executor import Executor, Switch
+from fourfold.placement.tensor.executor import Switch
 from fourfold.placement.tensor.linears import Siblings
 from fourfold.placement.tensor.rehearsal import Run
 from fourfold.placement.tensor.summa import summa
+from fourfold.placement.tensor.tables import TableExecutor
 from fourfold.wire import Axis, ops
 from fourfold.wire.formulas import shares
 
@@ -133,46 +132,24 @@ class SummaSiblings(Siblings):
         return tuple(one if bias is None else one + bias for one, bias in pairs)
 
 
-class TiedTable(Executor):
+class TiedTable(TableExecutor):
     """An embedding that is a linear's weight, too: rows over y, columns over z.
 
     Columns are gathered over z; every rank looks up its rows, and the sum over y is dealt out by features.
 
     Attributes:
-        features, columns: the axes y and z.
-        rows: of the table that are here.
+        columns: the axis z.
         width: columns of the whole table.
     """
 
     def __init__(self, switch: Switch, module: nn.Module, plane: tuple[Axis, Axis], rows: range, width: int) -> None:
-        super().__init__(switch, module)
-        self.features, self.columns = plane
-        self.rows, self.width = rows, width
+        super().__init__(switch, module, plane[0], rows)
+        self.columns, self.width = plane[1], width
 
-    def on_blocks(self, *args: Any, **kwargs: Any) -> Any:
-        """Indices [...] → [..., features over y]."""
-        with _Lookups(self):
-            return self.inner(*args, **kwargs)
+    def table(self, weight: Tensor) -> Tensor:
+        """All columns of the rows that are here."""
+        return ops.gather_scatter(weight, self.columns, "weight", dim=1, sizes=shares(self.width, self.columns.size))
 
-
-class _Lookups(TorchFunctionMode):
-    def __init__(self, table: TiedTable) -> None:
-        super().__init__()
-        self.table = table
-
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is F.embedding:
-            return self._look_up(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def _look_up(
-        self, input: Tensor, weight: Tensor, padding_idx: int | None = None, *unused: Any, **settings: Any
-    ) -> Tensor:
-        table, rows = self.table, self.table.rows
-        columns, features = (shares(table.width, axis.size) for axis in (table.columns, table.features))
-        whole = ops.gather_scatter(weight, table.columns, "weight", dim=1, sizes=columns)
-        here = (input >= rows.start) & (input < rows.stop)
-        at = (input - rows.start).clamp(0, len(rows) - 1)
-        pad = None if padding_idx is None or padding_idx not in rows else padding_idx - rows.start
-        found = F.embedding(at, whole, pad) * here.unsqueeze(-1)
-        return ops.scatter_gather(found, table.features, "embedding", dim=-1, sizes=features)
+    def joined(self, found: Tensor) -> Tensor:
+        """Of the sum, the features that are here."""
+        return ops.scatter_gather(found, self.axis, "embedding", dim=-1, sizes=shares(self.width, self.axis.size))

@@ -28,6 +28,14 @@ class TableExecutor(Executor):
         with _Lookups(self):
             return self.inner(*args, **kwargs)
 
+    def table(self, weight: Tensor) -> Tensor:
+        """The rows [rows, columns] to look up in, from the weight that is here."""
+        return weight
+
+    def joined(self, found: Tensor) -> Tensor:
+        """What all ranks found, from what this one did: its own rows, and zeros."""
+        return ops.sum_identity(found, self.axis, "embedding")
+
 
 class _Lookups(TorchFunctionMode):
     def __init__(self, table: TableExecutor) -> None:
@@ -47,5 +55,5 @@ class _Lookups(TorchFunctionMode):
         here = (input >= rows.start) & (input < rows.stop)
         at = (input - rows.start).clamp(0, len(rows) - 1)
         pad = None if padding_idx is None or padding_idx not in rows else padding_idx - rows.start
-        found = F.embedding(at, weight, pad).masked_fill_(~here.unsqueeze(-1), 0)
-        return ops.sum_identity(found, self.table.axis, "embedding")
+        found = F.embedding(at, self.table.table(weight), pad).masked_fill_(~here.unsqueeze(-1), 0)
+        return self.table.joined(found)
