@@ -101,7 +101,7 @@ def test_every_box_is_that_of_the_saved_model_and_is_no_copy(tmp_path, name):
             assert torch.equal(found, tensor[tuple(slice(o, o + s) for o, s in part)].double()), (key, part)
     assert not source._whole, "a weight was made whole"
     mapped = {place(file.get_slice(key)[...]) for file in source._opened.values() for key in file.keys()}
-    assert {place(brick.view) for key in model.state_dict() for brick in source._unread(key).bricks} == mapped
+    assert {place(brick.view) for key in model.state_dict() for brick in source.unread(key).bricks} == mapped
 
 
 def place(tensor: torch.Tensor) -> int:

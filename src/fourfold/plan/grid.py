@@ -16,17 +16,15 @@ class Grid:
         y: ranks that heads, inner features and vocabulary are cut over.
         z: ranks that batch rows and the rows of stored weights are cut over.
         copies: replicas that the algorithm brings with it; they multiply `data`.
-        rows_cut: between linears, activations are also cut by rows over the axis on which they would lie as copies.
-        summa: linears broadcast panels of both operands (`placement.tensor.summa`) in place of gathering weights over
-            z; x and y are then one axis, y.
+        between: what becomes of rows and time between linears: the name of a file of `placement.tensor` with a class
+            `Way`.
     """
 
     x: int = 1
     y: int = 1
     z: int = 1
     copies: int = 1
-    rows_cut: bool = False
-    summa: bool = False
+    between: str = "copies"
 
     @property
     def ranks(self) -> int:

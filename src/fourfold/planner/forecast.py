@@ -136,7 +136,7 @@ def _tapes(
         ForecastError: the model cannot be cut over the grid, or the grid is one of panels.
     """
     placement = plan.placement
-    if placement.grid.summa:
+    if placement.grid.between == "plane":
         raise ForecastError(
             f"{plan}: no forecast is made of grids on which linears broadcast panels (plan.placement.tensor); "
             "algorithms 1d, 1d-sequence, 3d and 4d are forecast"

@@ -118,7 +118,7 @@ def record(subject: Subject, anatomy: Anatomy, inputs: Mapping[str, str], settin
     buffers = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
     # Who reads a block's weights outside of it (a penalty) would not find those of the blocks left out.
     # Where time is cut, the first and the last block are not like the others: they cut it, and gather it.
-    alike = settings.grid is None or not settings.grid.rows_cut
+    alike = settings.grid is None or settings.grid.between == "copies"
     short = settings.short and alike and not anatomy.read_outside
     images = blocks.shorten(model, anatomy.blocks, inputs) if short else blocks.all_of(anatomy.blocks)
     recorder = Recorder()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from fourfold.anatomy import own_names
 from fourfold.placement.cut import Block, Cut, Fill, Share, deal
 from fourfold.training.checkpoint.durable import flush_file, flush_folder
-from fourfold.training.unread import Brick, Unread
+from fourfold.training.unread import Brick, Source, Unread
 
 _TRANSPOSED = "axonn.transposed"
 """Key of the files' metadata: JSON, the paths of transposed layers."""
@@ -209,7 +209,7 @@ def is_set(folder: Path) -> bool:
     return any(_FOLDER.fullmatch(path.name) for path in folder.glob("tp_row_*"))
 
 
-class AxonnSource:
+class AxonnSource(Source):
     """The weights in per-rank files, by box; `parallelize(weights=…)` takes it, under any plan.
 
     What several files hold (biases, norms, tables) is read from the first of them.
@@ -241,15 +241,8 @@ class AxonnSource:
         self._check()
         self._found: dict[str, Unread] = {}
 
-    def __call__(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Flat elements [start, stop) of the logical tensor `name`, as `dtype`, on the host."""
-        return self._unread(name).run(start, stop, dtype)
-
-    def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The box [sizes] of the logical tensor `name`, as `dtype`, on the host."""
-        return self._unread(name).box(offsets, sizes, dtype)
-
-    def _unread(self, name: str) -> Unread:
+    def unread(self, name: str) -> Unread:
+        """A tensor of the model as it lies in the files."""
         name = self._alias[name]
         if name not in self._found:
             self._found[name] = Unread(self.layout.shapes[name], list(self._bricks(name)))

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
 
 from fourfold.training.checkpoint import CheckpointError
 from fourfold.training.checkpoint.verification import check, check_chunk, check_header
-from fourfold.training.unread import Brick, Unread
+from fourfold.training.unread import Brick, Source, Unread
 
 
-class CheckpointSource:
+class CheckpointSource(Source):
     """Weights and buffers of a checkpoint by their names in the model; `parallelize(weights=…)` takes it.
 
     A weight's bytes are compared with their hashes when it is first asked for; what is read then is what is asked for.
@@ -35,14 +33,6 @@ class CheckpointSource:
         self._headers: dict[str, Any] = {}
         self._opened: dict[str, Any] = {}
         self._found: dict[str, Unread] = {}
-
-    def __call__(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Flat elements [start, stop) of the logical tensor `name`, as `dtype`, on the host."""
-        return self.unread(name).run(start, stop, dtype)
-
-    def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The box [sizes] of the logical tensor `name`, as `dtype`, on the host."""
-        return self.unread(name).box(offsets, sizes, dtype)
 
     def unread(self, name: str) -> Unread:
         """The tensor as it lies in the files.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -12,14 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from fourfold.anatomy import own_names
-from fourfold.training.unread import Unread
+from fourfold.training.unread import Source, Unread
 
 _INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -39,7 +38,7 @@ class _Origin:
     converter: WeightConverter | None = None
 
 
-class SafetensorsSource:
+class SafetensorsSource(Source):
     """The weights of a causal LM in a folder, by the names that the model has now.
 
     Keys of older or other layouts are renamed, joined and split as transformers does it on loading. Tied names read
@@ -67,15 +66,7 @@ class SafetensorsSource:
         self._found: dict[str, Unread] = {}
         self._whole: set[str] = set()
 
-    def __call__(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Flat elements [start, stop) of the logical tensor `name`, as `dtype`; reads nothing else."""
-        return self._unread(name).run(start, stop, dtype)
-
-    def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The box [sizes] of the logical tensor `name`, as `dtype`; reads nothing else."""
-        return self._unread(name).box(offsets, sizes, dtype)
-
-    def _unread(self, name: str) -> Unread:
+    def unread(self, name: str) -> Unread:
         """A tensor of the model as it lies in the files."""
         name = self._alias[name]
         if name not in self._found:

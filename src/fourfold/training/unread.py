@@ -6,6 +6,7 @@ It stands in for a tensor in the functions by which transformers joins and split
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -151,3 +152,19 @@ _REARRANGED: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.split: _split,
     torch.transpose: _transpose,
 }
+
+
+class Source(ABC):
+    """Weights that lie in files: `parallelize(weights=…)` takes it, and reads no more than it asks for."""
+
+    @abstractmethod
+    def unread(self, name: str) -> Unread:
+        """The logical tensor as it lies in the files."""
+
+    def __call__(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Flat elements [start, stop) of the logical tensor `name`, as `dtype`, on the host."""
+        return self.unread(name).run(start, stop, dtype)
+
+    def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The box [sizes] of the logical tensor `name`, as `dtype`, on the host."""
+        return self.unread(name).box(offsets, sizes, dtype)

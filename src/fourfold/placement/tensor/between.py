@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fourfold import randomness
-from fourfold.anatomy import Linear
+from fourfold.anatomy import Anatomy, Linear
+from fourfold.placement.cut import Cut
 from fourfold.placement.refusals import PlacementError
 from fourfold.placement.tensor.dealing import Dealing, vectors
-from fourfold.placement.tensor.executor import Switch
+from fourfold.placement.tensor.executor import Executor, Switch
 from fourfold.placement.tensor.linears import Siblings
+from fourfold.placement.tensor.regions import on_first
 from fourfold.placement.tensor.rehearsal import Run
+from fourfold.placement.tensor.tables import TableExecutor
+from fourfold.plan.grid import Grid
 from fourfold.wire import Axis, Mesh
+
+Change = Callable[[Tensor], Tensor]
 
 
 class Between(ABC):
@@ -29,6 +35,16 @@ class Between(ABC):
 
     def __init__(self, mesh: Mesh, dealing: Dealing) -> None:
         self.mesh, self.dealing, self.anatomy = mesh, dealing, dealing.anatomy
+
+    @classmethod
+    def seen(cls, anatomy: Anatomy) -> Anatomy:
+        """The anatomy with the axes as this way has them."""
+        return anatomy
+
+    @classmethod
+    def example(cls, batch: Mapping[str, Tensor], grid: Grid) -> Mapping[str, Tensor]:
+        """A batch to rehearse with, made of one row or a few."""
+        return batch
 
     @abstractmethod
     def siblings(self, linear: Linear, modules: Sequence[nn.Module], about: Mapping[str, Any]) -> Siblings:
@@ -56,6 +72,13 @@ class Between(ABC):
     def remember(self, dealing: Dealing, whole: Run) -> dict[str, randomness.Window]:
         """After a rehearsal: how what was seen is dealt; by site, of which part of the rows a dropout is."""
 
+    def table(self, module: nn.Embedding, cut: Cut, switch: Switch) -> None:
+        """Take over an embedding, if its rows are cut: each rank looks up what it holds."""
+        share, _ = cut.shares
+        if share is not None:
+            axis = self.mesh[share.axis]
+            TableExecutor(switch, module, axis, share.runs[axis.index][0])
+
     # ---- what all of them ask
 
     def axis(self, name: str | None) -> Axis:
@@ -70,6 +93,13 @@ class Between(ABC):
         """Paths of the modules that hold a block's first linears: an attention, an MLP."""
         first = (linear.module for linear in self.anatomy.linears.values() if linear.output == "y")
         return list(dict.fromkeys(_parent(path) for path in first if self.block_of(_parent(path)) is not None))
+
+    def edges(self, model: nn.Module, switch: Switch, begin: Change, end: Change) -> None:
+        """Cut what the first block is given, and make whole what the last one gives."""
+        first, last = self.anatomy.blocks[0], self.anatomy.blocks[-1]
+        for path in dict.fromkeys((first, last)):
+            about = begin if path == first else None, end if path == last else None
+            EdgeExecutor(switch, model.get_submodule(path), *about)
 
     def plain(self, linear: Linear, modules: Sequence[nn.Module], about: Mapping[str, Any]) -> Siblings:
         """Of rows that every rank has all of."""
@@ -99,22 +129,20 @@ class Between(ABC):
             )
 
 
-class Copies(Between):
-    """Every rank of the axis over which features do not lie has the same rows: nothing changes."""
+class EdgeExecutor(Executor):
+    """The first block, or the last one, or one that is both: rows or time are cut from the one to the other."""
 
-    def siblings(self, linear: Linear, modules: Sequence[nn.Module], about: Mapping[str, Any]) -> Siblings:
-        """One sum a direction."""
-        return self.plain(linear, modules, about)
+    def __init__(self, switch: Switch, module: nn.Module, begin: Change | None, end: Change | None) -> None:
+        """Change the first floating tensor that the block is given by `begin`, and the first that it gives by `end`."""
+        super().__init__(switch, module)
+        self.begin, self.end = begin, end
 
-    def attach(self, model: nn.Module, switch: Switch) -> None:
-        """Blocks are as they are."""
-
-    def share(self, dealing: Dealing, model: nn.Module) -> None:
-        """No gradient is of a part."""
-
-    def remember(self, dealing: Dealing, whole: Run) -> dict[str, randomness.Window]:
-        """Dropouts see all rows."""
-        return {}
+    def on_blocks(self, *args: Any, **kwargs: Any) -> Any:
+        """The block, between whatever is to be done at its ends."""
+        if self.begin is not None:
+            args, kwargs = on_first(self.begin, (args, kwargs))
+        found = self.inner(*args, **kwargs)
+        return found if self.end is None else on_first(self.end, found)
 
 
 def _parent(path: str) -> str:

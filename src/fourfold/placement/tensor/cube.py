@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fourfold import randomness
@@ -21,6 +22,7 @@ from fourfold.placement.tensor.executor import Executor, Switch
 from fourfold.placement.tensor.linears import Siblings
 from fourfold.placement.tensor.regions import on_first
 from fourfold.placement.tensor.rehearsal import Run
+from fourfold.plan.grid import Grid
 from fourfold.torch_private import map_leaves
 from fourfold.wire import Axis, Mesh, ops
 
@@ -63,12 +65,17 @@ class Cube:
         return value.chunk(self.inner.size)[self.inner.index] if whole else value
 
 
-class RowsCut(Between):
+class Way(Between):
     """Batch rows lie over the axis over which features do not."""
 
     def __init__(self, mesh: Mesh, dealing: Dealing) -> None:
         super().__init__(mesh, dealing)
         self.cube = Cube(mesh["y"], mesh["x"])
+
+    @classmethod
+    def example(cls, batch: Mapping[str, Tensor], grid: Grid) -> Mapping[str, Tensor]:
+        """One row has none to deal."""
+        return {name: torch.cat([tensor] * grid.y) for name, tensor in batch.items()}
 
     def siblings(self, linear: Linear, modules: Sequence[nn.Module], about: Mapping[str, Any]) -> Siblings:
         """Linears of blocks gather rows and scatter their sums."""
@@ -80,9 +87,7 @@ class RowsCut(Between):
         """The first block begins with this rank's rows, the last one ends with all."""
         for path in self.first_halves():
             CubeInside(switch, model.get_submodule(path), self.cube)
-        first, last = self.anatomy.blocks[0], self.anatomy.blocks[-1]
-        for path in dict.fromkeys((first, last)):
-            CubeEdge(switch, model.get_submodule(path), self.cube, first=path == first, last=path == last)
+        self.edges(model, switch, self.cube.begin, self.cube.end)
 
     def share(self, dealing: Dealing, model: nn.Module) -> None:
         """Vectors that join activations; biases are added where rows have been gathered in backward."""
@@ -111,21 +116,6 @@ class CubeSiblings(Siblings):
     def compute(self, x: Tensor) -> tuple[Tensor, ...]:
         """[rows over `output`, ..., features here] → [rows over `contract`, ..., features here]."""
         return self.product(x, self.biases, rows=0, keep=True)
-
-
-class CubeEdge(Executor):
-    """The first block, or the last one, or one that is both: between them rows lie over an axis."""
-
-    def __init__(self, switch: Switch, module: nn.Module, cube: Cube, *, first: bool, last: bool) -> None:
-        super().__init__(switch, module)
-        self.cube, self.first, self.last = cube, first, last
-
-    def on_blocks(self, *args: Any, **kwargs: Any) -> Any:
-        """Cut the first floating tensor that the block is given; gather the first one that it gives."""
-        if self.first:
-            args, kwargs = on_first(self.cube.begin, (args, kwargs))
-        found = self.inner(*args, **kwargs)
-        return on_first(self.cube.end, found) if self.last else found
 
 
 class CubeInside(Executor):

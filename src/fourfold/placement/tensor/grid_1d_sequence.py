@@ -24,4 +24,4 @@ class Options:
 
 def grid(options: Options) -> Grid:
     """The grid that the options describe."""
-    return Grid(y=options.y, rows_cut=True)
+    return Grid(y=options.y, between="sequence")

@@ -26,4 +26,4 @@ class Options:
 
 def grid(options: Options) -> Grid:
     """The grid that the options describe."""
-    return Grid(y=options.q, z=options.q, copies=options.d, summa=True)
+    return Grid(y=options.q, z=options.q, copies=options.d, between="plane")

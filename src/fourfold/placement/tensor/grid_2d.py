@@ -24,4 +24,4 @@ class Options:
 
 def grid(options: Options) -> Grid:
     """The grid that the options describe."""
-    return Grid(y=options.q, z=options.q, summa=True)
+    return Grid(y=options.q, z=options.q, between="plane")

@@ -24,4 +24,4 @@ class Options:
 
 def grid(options: Options) -> Grid:
     """The grid that the options describe."""
-    return Grid(options.q, options.q, options.q, rows_cut=True)
+    return Grid(options.q, options.q, options.q, between="cube")

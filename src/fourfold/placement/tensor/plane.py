@@ -44,7 +44,7 @@ def on_one_axis(anatomy: Anatomy) -> Anatomy:
 _TABLES = ("linears", "embeddings", "norms", "raw", "whole")
 
 
-class Plane(Between):
+class Way(Between):
     """Linears between features over y and features over y are SUMMA's."""
 
     def siblings(self, linear: Linear, modules: Sequence[nn.Module], about: Mapping[str, Any]) -> Siblings:
@@ -53,20 +53,24 @@ class Plane(Between):
             return self.plain(linear, modules, about)
         name = next(name for name, one in self.anatomy.linears.items() if one == linear)
         total = self.dealing.cuts[name].shape[linear.layout.split(",").index("in")]
-        found = SummaSiblings(modules, self.axis("y"), self.axis("y"), linear.layout, **about)
-        found.rows, found.total = self.mesh["z"], total
-        return found
+        rows, features = self.mesh["z"], self.mesh["y"]
+        return SummaSiblings(rows, total, modules, features, features, linear.layout, **about)
+
+    @classmethod
+    def seen(cls, anatomy: Anatomy) -> Anatomy:
+        """All features lie over y."""
+        return on_one_axis(anatomy)
 
     def attach(self, model: nn.Module, switch: Switch) -> None:
-        """Tables that are a linear's weight, too, lie as that does."""
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        for module in model.modules():
-            if isinstance(module, nn.Embedding) and names[id(module.weight)] in self.anatomy.linears:
-                cut = self.dealing.cuts[names[id(module.weight)]]
-                rows = cut.shares[0]
-                assert rows is not None
-                plane = self.mesh["y"], self.mesh["z"]
-                TiedTable(switch, module, plane, rows.runs[plane[0].index][0], cut.shape[1])
+        """Blocks are as they are."""
+
+    def table(self, module: nn.Embedding, cut: Cut, switch: Switch) -> None:
+        """One that is a linear's weight, too, lies as that does."""
+        rows, columns = cut.shares
+        if rows is None or columns is None or columns.axis != "z":
+            return super().table(module, cut, switch)
+        plane = self.mesh["y"], self.mesh["z"]
+        TiedTable(switch, module, plane, rows.runs[plane[0].index][0], cut.shape[1])
 
     def share(self, dealing: Dealing, model: nn.Module) -> None:
         """Cut the input features of linears over z, in place of y.
@@ -120,8 +124,9 @@ class SummaSiblings(Siblings):
         total: input features of the whole layer.
     """
 
-    rows: Axis
-    total: int
+    def __init__(self, rows: Axis, total: int, *about: Any, **settings: Any) -> None:
+        super().__init__(*about, **settings)
+        self.rows, self.total = rows, total
 
     def compute(self, x: Tensor) -> tuple[Tensor, ...]:
         """[..., features over y] → the same. Gradients of biases are of this rank's rows, like those of norms."""

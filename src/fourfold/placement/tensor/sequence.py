@@ -81,7 +81,7 @@ class Time:
         return [deal(self.steps, self.axis.size, index) for index in range(self.axis.size)]
 
 
-class TimeCut(Between):
+class Way(Between):
     """Time lies over y between a block's linears."""
 
     def __init__(self, mesh: Mesh, dealing: Dealing) -> None:
@@ -94,19 +94,17 @@ class TimeCut(Between):
         if block is None:
             return self.plain(linear, modules, about)
         if linear.contract == "y":
-            return Scattering(modules, nobody, self.axis(linear.output), linear.layout, **about).over(self.time)
+            return Scattering(self.time, modules, nobody, self.axis(linear.output), linear.layout, **about)
         contract = self.axis(linear.contract)
         if linear.module.rpartition(".")[0] == block:  # no module between that could gather for it
-            return Gathering(modules, contract, nobody, linear.layout, **about).over(self.time)
+            return Gathering(self.time, modules, contract, nobody, linear.layout, **about)
         return Siblings(modules, contract, nobody, linear.layout, **about)
 
     def attach(self, model: nn.Module, switch: Switch) -> None:
         """The first block begins with this rank's time, the last one ends with all; between, linears have all."""
         for path in self.first_halves():
             GatheringExecutor(switch, model.get_submodule(path), self.time)
-        first, last = self.anatomy.blocks[0], self.anatomy.blocks[-1]
-        for path in dict.fromkeys((first, last)):
-            EdgeExecutor(switch, model.get_submodule(path), self.time, first=path == first, last=path == last)
+        self.edges(model, switch, self.time.begin, self.time.end)
 
     def share(self, dealing: Dealing, model: nn.Module) -> None:
         """Norms, other vectors and last biases of blocks; what lies inside an attention sees all time steps."""
@@ -128,12 +126,9 @@ class TimeCut(Between):
 class Gathering(Siblings):
     """Linears that stand in a block themselves: they gather time for themselves."""
 
-    time: Time
-
-    def over(self, time: Time) -> Siblings:
-        """With this time."""
+    def __init__(self, time: Time, *about: Any, **settings: Any) -> None:
+        super().__init__(*about, **settings)
         self.time = time
-        return self
 
     def compute(self, x: Tensor) -> tuple[Tensor, ...]:
         """[..., own time, features] → [..., all time, features here]."""
@@ -143,33 +138,15 @@ class Gathering(Siblings):
 class Scattering(Siblings):
     """A block's last linears: the sum over y of this rank's time; the bias is added to that once."""
 
-    time: Time
-
-    def over(self, time: Time) -> Siblings:
-        """With this time."""
+    def __init__(self, time: Time, *about: Any, **settings: Any) -> None:
+        super().__init__(*about, **settings)
         self.time = time
-        return self
 
     def compute(self, x: Tensor) -> tuple[Tensor, ...]:
         """[..., all time, features here] → [..., own time, features]."""
         biases = self.biases
         found = (self.time.scattered(one) for one in self.product(x, [None for _ in biases]))
         return tuple(one if bias is None else one + bias for one, bias in zip(found, biases, strict=True))
-
-
-class EdgeExecutor(Executor):
-    """The first block, or the last one, or one that is both: between them time lies over the axis."""
-
-    def __init__(self, switch: Switch, module: nn.Module, time: Time, *, first: bool, last: bool) -> None:
-        super().__init__(switch, module)
-        self.time, self.first, self.last = time, first, last
-
-    def on_blocks(self, *args: Any, **kwargs: Any) -> Any:
-        """Cut the first floating tensor that the block is given; gather the first one that it gives."""
-        if self.first:
-            args, kwargs = on_first(self.time.begin, (args, kwargs))
-        found = self.inner(*args, **kwargs)
-        return on_first(self.time.end, found) if self.last else found
 
 
 class GatheringExecutor(Executor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,14 +19,11 @@ from fourfold.ledger import Ledger
 from fourfold.placement.refusals import PlacementError
 from fourfold.placement.tensor import rehearsal
 from fourfold.placement.tensor.assembly import Assembly
-from fourfold.placement.tensor.between import Between, Copies
-from fourfold.placement.tensor.cube import RowsCut
+from fourfold.placement.tensor.between import Between
 from fourfold.placement.tensor.dealing import Dealing, deal_weights
 from fourfold.placement.tensor.layers import refuse_holders, refuse_layers
-from fourfold.placement.tensor.plane import Plane, on_one_axis
 from fourfold.placement.tensor.regions import LossScope, RootExecutor
 from fourfold.placement.tensor.rehearsal import Stage
-from fourfold.placement.tensor.sequence import TimeCut
 from fourfold.placement.tensor.takeover import Takeover
 from fourfold.plan.grid import Grid
 from fourfold.wire import Axis, Mesh
@@ -54,7 +52,7 @@ class Split:
     anatomy: Anatomy
     mesh: Mesh
     dealing: Dealing
-    way: type[Between] = Copies
+    way: type[Between]
     overlap: bool = True
     scope: LossScope = field(default_factory=LossScope)
     assembly: Assembly = field(init=False)
@@ -221,10 +219,7 @@ def rehearsed(stage: Stage, anatomy: Anatomy, mesh: Mesh, grid: Grid, *, overlap
         PlacementError: it does not fit the grid; names the layer, the axis and the nearest sizes that fit.
     """
     split = divide(stage.model, anatomy, mesh, grid, overlap=overlap)
-    if split.way is RowsCut:  # an example of one row has none to deal
-        batch = {name: torch.cat([tensor] * grid.y) for name, tensor in stage.batch.items()}
-        stage = dataclasses.replace(stage, batch=batch)
-    split.rehearse(stage)
+    split.rehearse(dataclasses.replace(stage, batch=split.way.example(stage.batch, grid)))
     return split
 
 
@@ -242,12 +237,8 @@ def divide(model: nn.Module, anatomy: Anatomy, mesh: Mesh, grid: Grid, *, overla
                 "the table or at all lookups; set them to None and False, or leave out plan.placement.tensor"
             )
     refuse_holders(model, anatomy)
-    if grid.summa:
-        anatomy, way = on_one_axis(anatomy), Plane
-    elif grid.rows_cut and grid.y > 1:
-        way = TimeCut if grid.x == 1 else RowsCut
-    else:
-        way = Copies
+    way: type[Between] = importlib.import_module(f"fourfold.placement.tensor.{grid.between}").Way
+    anatomy = way.seen(anatomy)
     split = Split(anatomy, mesh, deal_weights(model, anatomy, grid), way, overlap)
     split.takeover.between.share(split.dealing, model)
     return split

@@ -18,8 +18,7 @@ from fourfold.placement.tensor.heads import Counts, Patch, patches
 from fourfold.placement.tensor.linears import ConvolutionExecutor, LinearExecutor
 from fourfold.placement.tensor.norms import GroupExecutor, NormExecutor
 from fourfold.placement.tensor.regions import WholeExecutor
-from fourfold.placement.tensor.tables import TableExecutor
-from fourfold.wire import Axis, Mesh
+from fourfold.wire import Mesh
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -56,23 +55,19 @@ class Takeover:
         self.between.attach(model, self.switch)
         for module in model.modules():
             if isinstance(module, nn.Embedding):
-                self._attach_table(names[id(module.weight)], module)
+                self.between.table(module, self.dealing.cuts[names[id(module.weight)]], self.switch)
         for path, whole in self.anatomy.whole.items():
-            axis = self._axis(whole.inputs)
-            if axis.size > 1 or self._axis(whole.output).size > 1:
+            axis = self.between.axis(whole.inputs)
+            if axis.size > 1 or self.between.axis(whole.output).size > 1:
                 self._attach_whole(model, path)
         for patch in self._patches:
             patch.apply(split=True)
-
-    def _axis(self, name: str | None) -> Axis:
-        """An axis; where features are whole, one of a single rank."""
-        return self.mesh.over() if name is None else self.mesh[name]
 
     def _attach_linears(self, model: nn.Module) -> None:
         linears = self.anatomy.linears
         for group in self._sibling_groups(model):
             first = linears[group[0]]
-            contract, output = self._axis(first.contract), self._axis(first.output)
+            contract, output = self.between.axis(first.contract), self.between.axis(first.output)
             modules = [model.get_submodule(linears[name].module) for name in group]
             self._count_heads(model, group)
             if contract.size == output.size == 1:
@@ -105,7 +100,7 @@ class Takeover:
     def _count_heads(self, model: nn.Module, group: list[str]) -> None:
         """The module that holds the projections of an attention may keep counts of heads."""
         linears = [self.anatomy.linears[name] for name in group]
-        axis = self._axis(linears[0].output)
+        axis = self.between.axis(linears[0].output)
         if axis.size == 1 or all(linear.unit_out == 1 for linear in linears):
             return
         heads: dict[int, int] = {}
@@ -122,17 +117,17 @@ class Takeover:
         for path, names in self._experts().items():
             linears = {name: self.anatomy.linears[name] for name in names}
             outer = next(iter(linears.values()))
-            if self._axis(outer.contract).size == self._axis(outer.output).size == 1:
+            if self.between.axis(outer.contract).size == self.between.axis(outer.output).size == 1:
                 continue
             module = model.get_submodule(path)
             refuse_experts(path, module)
             roles = {
-                name.rpartition(".")[2]: Role(self._axis(linear.contract), self._axis(linear.output))
+                name.rpartition(".")[2]: Role(self.between.axis(linear.contract), self.between.axis(linear.output))
                 for name, linear in linears.items()
             }
             cut = self.dealing.cuts[names[0]]
             features = cut.at(self.mesh.coordinates).shape[outer.layout.split(",").index("in")]
-            ExpertsExecutor(self.switch, module, path, roles, features, self._axis(outer.contract))
+            ExpertsExecutor(self.switch, module, path, roles, features, self.between.axis(outer.contract))
 
     def _experts(self) -> dict[str, list[str]]:
         """3-D weights by the module that reads them, first layers first."""
@@ -155,19 +150,12 @@ class Takeover:
             size = self.dealing.cuts[names[id(first)]].shape[-1]
             NormExecutor(self.switch, module, path, self.mesh[norm.axis], size)
 
-    def _attach_table(self, name: str, module: nn.Embedding) -> None:
-        share, columns = self.dealing.cuts[name].shares if name in self.anatomy.embeddings else (None, None)
-        if share is not None and (columns is None or columns.axis != "z"):  # else `between` sees to it
-            axis = self.mesh[share.axis]
-            (rows,) = share.runs[axis.index]
-            TableExecutor(self.switch, module, axis, rows)
-
     def _attach_whole(self, model: nn.Module, path: str) -> None:
         whole = self.anatomy.whole[path]
         given, made = self.widths[path]
-        share = None if self._axis(whole.inputs).size == 1 else self.dealing.evenly(given, whole.inputs or "")
-        dealt = None if self._axis(whole.output).size == 1 else self.dealing.evenly(made, whole.output or "")
-        axes = self._axis(whole.inputs), self._axis(whole.output)
+        share = None if self.between.axis(whole.inputs).size == 1 else self.dealing.evenly(given, whole.inputs or "")
+        dealt = None if self.between.axis(whole.output).size == 1 else self.dealing.evenly(made, whole.output or "")
+        axes = self.between.axis(whole.inputs), self.between.axis(whole.output)
         WholeExecutor(self.switch, model.get_submodule(path), axes[0], share, axes[1], dealt)
 
     def be(self, *, split: bool) -> None:
