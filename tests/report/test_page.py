@@ -78,6 +78,17 @@ def test_figures(run_folder):
     assert "equal to serial: worst difference 3.1e-16" in words
 
 
+def test_what_hides_and_how_matrices_are_multiplied(run_folder):
+    choice = {"rows": 2048, "columns": 576, "depth": 384, "layouts": "NT", "dtype": "float32", "device": "cpu"}
+    choice |= {"way": "NN", "seconds": 0.005, "plain": 0.008, "gain": 1.6}
+    with (run_folder / "journal.jsonl").open("a") as journal:
+        journal.write(json.dumps({"kind": "kernels", "step": 1, "choices": [choice]}) + "\n")
+    _, page = page_of(run_folder)
+    words = re.sub(r"\s+", " ", " ".join(page.words))
+    assert "z weight all_gather 4 12.0 ms 6.0 ms 50 %" in words
+    assert "2048 576 384 NT float32 NN 8.0 ms 5.0 ms 1.60 ×" in words
+
+
 def test_text_and_json(run_folder):
     report = write(run_folder)
     assert "memory activations: 6.00 MiB, measured 7.00 MiB (14.3% too low)\n" in report.text()

@@ -33,6 +33,23 @@ def test_no_spans_no_split():
     assert tables.split(Ledger()) is None
 
 
+def test_hidden_is_what_did_not_block(synthetic):
+    # four gathers of 3 ms in each of three steps; blocked 1 ms of each on rank 0, 2 ms on rank 1
+    (row,) = tables.hiding({rank: synthetic["measured"](rank, 10) for rank in range(2)})
+    assert row.flow == Flow("z", "weight", "all_gather")
+    assert (row.calls, row.seconds, row.exposed) == pytest.approx((4, 0.012, 0.006))
+    assert row.hidden == pytest.approx(0.5) and tables.hiding({0: Ledger()}) == []
+
+
+def test_flows_that_block_longest_come_first():
+    ledger = Ledger(recording=True)
+    ledger.span("step", "step 0", 0, 10 * MS)
+    ledger.span("wire:x", "all_reduce", 0, 4 * MS, kind="activation", exposed=0, bytes=4)
+    ledger.span("wire:y", "all_reduce", 0, 2 * MS, kind="activation", exposed=2 * MS, bytes=4)
+    ledger.span("wire:y", "all_reduce", 11 * MS, 12 * MS, kind="activation", exposed=MS, bytes=4)  # after the step
+    assert [(row.flow.axis, row.hidden) for row in tables.hiding({0: ledger})] == [("y", 0.0), ("x", 1.0)]
+
+
 def test_matrix_is_of_the_last_step_and_sums_over_ranks(synthetic):
     ledgers = {rank: synthetic["measured"](rank, 10) for rank in range(2)}
     rows = {row.flow: row for row in tables.matrix(ledgers, synthetic["forecast"]())}

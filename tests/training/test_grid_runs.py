@@ -64,6 +64,19 @@ def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in records if record["kind"] == "step"]
 
 
+def test_tuned_kernels_and_chunks_train_alike_and_the_report_shows_them(tmp_path: Path) -> None:
+    path = written(tmp_path, GPT, {"x": 2, "y": 2}, precision="fp64")
+    steps = ["launch.backend=threads", "train.steps=5", "train.sample=null"]
+    assert main(["train", str(path), *steps]) == 0
+    tuned = ["plan.placement.kernels=tuned", "plan.placement.chunks=2", "run.name=tuned"]
+    assert main(["train", str(path), *steps, *tuned]) == 0
+    runs = tmp_path / "runs"
+    assert losses(runs / "tuned") == pytest.approx(losses(runs / "a"), rel=1e-12)
+    page = (runs / "tuned" / "report.html").read_text(encoding="utf-8")
+    assert "Kernels of cut linears" in page and "What hides behind compute" in page
+    assert "Kernels of cut linears" not in (runs / "a" / "report.html").read_text(encoding="utf-8")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_train_go_on_under_another_grid_and_export(

@@ -25,8 +25,10 @@ from fourfold.placement.reach import reached
 from fourfold.placement.refusals import reads_explained, refuse
 from fourfold.placement.seats import Seats, room
 from fourfold.placement.state import answer_state_dict, write_loaded_state
+from fourfold.placement.tensor.kernels import Choice, Kernels
 from fourfold.placement.tensor.rehearsal import Loss, Stage
 from fourfold.placement.tensor.split import Split, rehearsed
+from fourfold.placement.tensor.tuning import Tuning
 from fourfold.placement.unit import Unit
 from fourfold.plan import Codec, Events, Placement
 from fourfold.wire import Mesh
@@ -81,6 +83,12 @@ class Placed:
     def abandon(self) -> None:
         """The last step did not end: nothing of its gradients may reach the next."""
         self.departures.abandon()
+
+    @property
+    def kernels(self) -> list[Choice]:
+        """How cut linears multiply, shape by shape, if kernels are tuned: chosen in the first step."""
+        tuned = None if self.split is None else self.split.tuning.kernels
+        return [] if tuned is None else tuned.record()
 
     def begin(self) -> None:
         """A new step: gradients are empty."""
@@ -261,7 +269,7 @@ def place(
     split = None
     if options.grid.cuts_features:
         stage = _stage(model, anatomy, precision, loss, example)
-        split = rehearsed(stage, anatomy, mesh, options.grid, overlap=options.overlap)
+        split = rehearsed(stage, anatomy, mesh, options.grid, _tuning(options))
     sharded = options.shard == "parameters" and mesh["z"].size > 1
     apart, itemsize = sharded or precision.upcast, precision.message.itemsize
     still = frozenset() if split is None else split.assembly.still
@@ -292,6 +300,10 @@ def _stage(
 ) -> Stage:
     assert loss is not None and example is not None
     return Stage.of(model, loss, example, anatomy.traced, precision.compute)
+
+
+def _tuning(options: Placement) -> Tuning:
+    return Tuning(options.overlap, options.chunks, Kernels() if options.kernels == "tuned" else None)
 
 
 def _layouts(sorted_: Sequence[Members], mesh: Mesh, split: Split | None) -> list[Layout]:

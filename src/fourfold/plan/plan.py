@@ -15,6 +15,7 @@ from fourfold.plan.technique import Technique, TechniqueError, techniques
 SHARD = ("none", "optimizer", "gradients", "parameters")
 RECOMPUTE = ("none", "selective", "full")
 PRECISION = ("fp32", "bf16", "fp64")
+KERNELS = ("plain", "tuned")
 AXES = ("x", "y", "z", "data", "pipe", "context", "expert")
 """The mesh axes, fastest first."""
 
@@ -41,6 +42,10 @@ class Placement:
         bucket: smallest message in bytes; neighbours are merged until they reach it (0: one message a block). None:
             25 MiB for plain replicas (as torch's DDP), 4 MiB where optimizer states or gradients are sharded, one
             message a block where parameters are.
+        chunks: pieces of rows that a cut linear's product is made in where its input is gathered or its output summed,
+            so that a piece travels while the next is multiplied (1: whole; FLUX's idea).
+        kernels: how the matrices of cut linears are multiplied: as they lie ("plain"), or in the layout that the first
+            step found to be fastest, call site by call site ("tuned"). A choice by time does not repeat to the bit.
     """
 
     data: int = 1
@@ -51,13 +56,16 @@ class Placement:
     precision: str = "fp32"
     overlap: bool = True
     bucket: int | None = None
+    chunks: int = 1
+    kernels: str = "plain"
 
     def __post_init__(self) -> None:
-        for axis in ("data", "z"):
-            size = getattr(self, axis)
+        for count in ("data", "z", "chunks"):
+            size = getattr(self, count)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise PlanError(f"plan.placement.{axis}: expected a whole number of at least 1, found {size!r}")
-        for name, allowed in (("shard", SHARD), ("recompute", RECOMPUTE), ("precision", PRECISION)):
+                raise PlanError(f"plan.placement.{count}: expected a whole number of at least 1, found {size!r}")
+        choices = {"shard": SHARD, "recompute": RECOMPUTE, "precision": PRECISION, "kernels": KERNELS}
+        for name, allowed in choices.items():
             value = getattr(self, name)
             if value not in allowed:
                 near = get_close_matches(str(value), allowed, n=1)
@@ -71,6 +79,12 @@ class Placement:
             raise PlanError(f"plan.placement.bucket: expected a number of bytes of at least 0, found {self.bucket!r}")
         if self.tensor is not None:
             self._take_grid(self.tensor)
+        for name, usual in (("chunks", 1), ("kernels", "plain")):
+            if getattr(self, name) != usual and not self.grid.cuts_features:
+                raise PlanError(
+                    f"plan.placement.{name}: {getattr(self, name)} is of linears that plan.placement.tensor cuts over x "
+                    f"or y, found none; leave {name} out, or name an algorithm with x or y above 1"
+                )
         if self.shard == "none" and self.z > 1:
             raise PlanError(
                 f"plan.placement.z: z = {self.z} cuts weights, but shard is 'none'; "
@@ -246,6 +260,8 @@ class Plan:
         if place.z > 1:
             words.append(f"z {place.z} shard {place.shard}")
         words += [f"recompute {place.recompute}"] if place.recompute != "none" else []
+        words += [f"chunks {place.chunks}"] if place.chunks > 1 else []
+        words += [f"kernels {place.kernels}"] if place.kernels != "plain" else []
         words += [place.precision] if place.precision != "fp32" else []
         microbatches = getattr(self.schedule.options, "microbatches", 1)
         plain = microbatches == 1 and self.schedule.name == "accumulate"

@@ -163,7 +163,7 @@ def local_shapes(subject: Subject, anatomy: Anatomy, grid: Grid) -> dict[str, An
     """
     model = _built(subject, real=False)
     try:
-        split = divide(model, anatomy, dry_mesh({"x": grid.x, "y": grid.y}), grid, overlap=True)
+        split = divide(model, anatomy, dry_mesh({"x": grid.x, "y": grid.y}), grid)
     except PlacementError as error:
         return {"refused": str(error)}
     return {"shapes": {name: list(block.shape) for name, block in split.assembly.blocks().items()}}
@@ -180,7 +180,7 @@ def _split(subject: Subject, model: nn.Module, grid: Grid, settings: Settings, r
     real = dataclasses.replace(settings, real=True)
     batch = {name: _rows(tensor, real, dtype) for name, tensor in subject.batch.items()}  # rows may be cut, too
     stage = Stage.of(model, subject.loss, batch, anatomy.traced, dtype)
-    return rehearsed(stage, anatomy, tapped({"x": grid.x, "y": grid.y}, recorder), grid, overlap=True)
+    return rehearsed(stage, anatomy, tapped({"x": grid.x, "y": grid.y}, recorder), grid)
 
 
 class _Unset(TorchFunctionMode):

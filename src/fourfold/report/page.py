@@ -102,6 +102,8 @@ def render(run: Recorded, differences: tuple[Difference, ...], *, has_trace: boo
         loss=losses(run),
         speed=speed(run),
         splits=[one for rank in sorted(run.ledgers) if (one := tables.split(run.ledgers[rank]))],
+        hiding=tables.hiding(run.ledgers),
+        kernels=run.last("kernels").get("choices", ()),
         matrix=tables.matrix(run.ledgers, run.forecast),
         memory=tables.memory(run.ledgers, run.forecast),
         process_memory=[record["memory"] for record in run.of("step") if "memory" in record],

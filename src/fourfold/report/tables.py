@@ -56,6 +56,47 @@ def split(ledger: Ledger) -> Split | None:
 
 
 @dataclass(frozen=True)
+class Hiding:
+    """How much of a flow's time under way a rank went on computing, in a mean step of a mean rank.
+
+    Attributes:
+        flow: which collectives.
+        calls: a step.
+        seconds: from issue until the results were seen to be there; what travels side by side counts each for itself.
+        exposed: of these, the rank was blocked.
+    """
+
+    flow: Flow
+    calls: float
+    seconds: float
+    exposed: float
+
+    @property
+    def hidden(self) -> float:
+        """The share of the time under way that was hidden behind other work, 0 to 1."""
+        return 1 - self.exposed / self.seconds if self.seconds else 0.0
+
+
+def hiding(ledgers: Mapping[int, Ledger]) -> list[Hiding]:
+    """Every flow of the recorded steps; those that blocked longest first."""
+    sums: defaultdict[Flow, list[int]] = defaultdict(lambda: [0, 0, 0])
+    steps = 0
+    for ledger in ledgers.values():
+        recorded = [span for span in ledger.spans if span.lane == "step"]
+        steps += len(recorded)
+        for span in ledger.spans:
+            if span.lane.startswith("wire:") and any(step.start <= span.end <= step.end for step in recorded):
+                total = sums[Flow(span.lane.removeprefix("wire:"), span.args.get("kind", ""), span.name)]
+                for place, value in enumerate((1, span.end - span.start, span.args.get("exposed", 0))):
+                    total[place] += value
+    found = [
+        Hiding(flow, calls / steps, time / steps / 1e9, exposed / steps / 1e9)
+        for flow, (calls, time, exposed) in sums.items()
+    ]
+    return sorted(found, key=lambda one: (-one.exposed, one.flow))
+
+
+@dataclass(frozen=True)
 class Row:
     """One flow of the bytes matrix, in one step of rank 0, and over all ranks.
 

@@ -1,7 +1,7 @@
 """The journal of a run: JSON lines, one a step, that any tool can read while the run goes on.
 
 Every record has a `kind` and a `step`, the optimizer steps done by then. Kinds: `start`, `step`, `evaluation`,
-`checkpoint`, `note`, `resume`, `sample`, `end`.
+`checkpoint`, `note`, `kernels`, `resume`, `sample`, `end`.
 """
 
 from __future__ import annotations

@@ -165,6 +165,11 @@ def words(record: Record) -> str:
     if kind == "resume":
         path = record.get("path")
         return f"resumed at step {step} from {path}" if path else f"started again at step {step}"
+    if kind == "kernels":
+        changed = sum(choice["way"] != choice["layouts"] for choice in record["choices"])
+        return (
+            f"kernels: {changed} of {len(record['choices'])} products of cut linears are multiplied in another layout"
+        )
     if kind == "note":
         return str(record["text"])
     if kind == "end" and record.get("sample"):

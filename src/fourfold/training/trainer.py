@@ -155,6 +155,9 @@ class Trainer:
         ledger.span("step", f"step {number}", began, time.perf_counter_ns())
         ledger.recording = False
         ledger.notes["step seconds"] = result.seconds
+        if number == self._first and self.run.placed.kernels:
+            choices = [choice.to_dict() for choice in self.run.placed.kernels]
+            self.recorder.write("kernels", self.run.number, choices=choices)
         if self.run.number % self.config.run.log_every == 0 or self.run.number == self.config.train.steps:
             self.recorder.write("step", self.run.number, **self._measures(result))
         self._told_of_saving(wait=False)

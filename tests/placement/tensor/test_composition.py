@@ -56,6 +56,8 @@ CHOICES: dict[str, Sequence[Any]] = {
     "optimizer": (SGD, ADAMW, replace(SGD, clip=None)),
     "bucket": (None, 0),
     "overlap": (True, False),
+    "chunks": (1, 3),
+    "kernels": ("plain", "tuned"),
 }
 
 
@@ -84,7 +86,7 @@ ROWS = pairs(CHOICES)
 
 def plan(row: Mapping[str, Any]) -> dict[str, Any]:
     """The plan of a row of choices."""
-    about = {name: row[name] for name in ("recompute", "bucket", "overlap")}
+    about = {name: row[name] for name in ("recompute", "bucket", "overlap", "chunks", "kernels")}
     grid = {"algorithm": "4d", **row["grid"]}
     placement = {"precision": "fp64", "tensor": grid, **row["rows"], **about}
     if "z" in row["rows"]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fourfold import wire
-from fourfold.placement.tensor import siblings
+from fourfold.placement.tensor import kernels, siblings
 from fourfold.placement.tensor.product import product
 from fourfold.placement.tensor.summa import summa
 
@@ -104,21 +104,21 @@ def test_the_second_round_of_a_sum_is_begun_when_half_of_the_gradients_are_compu
     assert [op for rank, op in seen if rank == 0] == calls
 
 
-@pytest.mark.parametrize(("overlap", "wanted"), [(True, [2, 2, 4, 4, 2, 2]), (False, [0] * 6)])
+@pytest.mark.parametrize(("overlap", "wanted"), [(True, [2, 2, 0, 2, 2, 4, 4, 2, 2]), (False, [0] * 9)])
 def test_summa_sends_panels_while_it_multiplies_others(
     monkeypatch: pytest.MonkeyPatch, overlap: bool, wanted: list[int]
 ) -> None:
-    """In backward: the next panels' two broadcasts, but in the last step; the last ones' two sums, but in the first."""
+    """The next panel's two broadcasts, but in the last step; in backward the last one's two sums, but in the first."""
     meshes: dict[int, wire.Mesh] = {}
     seen: list[tuple[int, int]] = []
-    inner = siblings.multiply
+    inner = kernels.multiply
 
     def watched(*args: Any) -> None:
         mesh = meshes[rank := this_rank()]
         seen.append((rank, mesh["x"].under_way + mesh["y"].under_way))
         inner(*args)
 
-    monkeypatch.setattr(siblings, "multiply", watched)
+    monkeypatch.setattr(kernels, "multiply", watched)
 
     def grid(world: wire.World) -> None:
         mesh = meshes[world.rank] = wire.Mesh(world, {"x": 3, "y": 3})

@@ -37,6 +37,11 @@ def test_other_records_are_told_in_words():
     assert words({"kind": "start", "step": 0}) == ""
 
 
+def test_kernels_are_told_in_one_line():
+    choices = [{"layouts": "NT", "way": "NT"}, {"layouts": "TN", "way": "NN"}]
+    assert words({"kind": "kernels", "step": 1, "choices": choices}).startswith("kernels: 1 of 2 products")
+
+
 def test_time_left_is_the_pace_so_far():
     now = [100.0]
     left = TimeLeft(50, clock=lambda: now[0])

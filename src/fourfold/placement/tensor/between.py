@@ -31,7 +31,10 @@ class Between(ABC):
         mesh: this rank's, or a dry one.
         dealing: the cuts of all weights.
         anatomy: of the model.
+        tiles: products can be cut into chunks that travel; else why not, in words.
     """
+
+    tiles: bool | str = True
 
     def __init__(self, mesh: Mesh, dealing: Dealing) -> None:
         self.mesh, self.dealing, self.anatomy = mesh, dealing, dealing.anatomy

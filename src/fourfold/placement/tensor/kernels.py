@@ -12,7 +12,7 @@ import itertools
 import time
 import weakref
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,6 +65,12 @@ class Choice(NamedTuple):
         """Times faster than the operands as they lay."""
         return self.plain / self.seconds if self.seconds else 1.0
 
+    def to_dict(self) -> dict[str, Any]:
+        """The plain mapping that a journal holds."""
+        site = {"rows": self.site.m, "columns": self.site.n, "depth": self.site.k, "layouts": self.site.layouts}
+        about = {"dtype": self.site.dtype, "device": self.site.device}
+        return {**site, **about, "way": self.way, "seconds": self.seconds, "plain": self.plain, "gain": self.gain}
+
 
 class Kernels:
     """Runs matrix products in the fastest of the ways that were tried. Ranks choose for themselves.
@@ -87,15 +93,15 @@ class Kernels:
         self.chosen: dict[Site, Choice] = {choice.site: choice for choice in choices}
         _kernels[self.key] = self
 
-    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        """out [m, n] = a [m, k] b [k, n]."""
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor, start: Tensor | None = None) -> None:
+        """See `siblings.Multiply`."""
         if out.is_meta or type(out) is not Tensor or not out.numel():
-            return multiply(a, b, out)
+            return multiply(a, b, out, start)
         site = site_of(a, b)
         choice = self.chosen.get(site)
         if choice is None and self.timing:
-            choice = self.chosen[site] = _tried(site, a, b, out)
-        run(site.layouts if choice is None else choice.way, a, b, out)
+            choice = self.chosen[site] = _tried(site, a, b, out if start is None else torch.empty_like(out))
+        run(site.layouts if choice is None else choice.way, a, b, out, start)
 
     def record(self) -> list[Choice]:
         """Every choice, those that gained most first."""
@@ -125,16 +131,19 @@ def ways(layouts: str) -> tuple[str, ...]:
     )
 
 
-def run(way: str, a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out [m, n] = a [m, k] b [k, n], operands copied into the layouts of `way`."""
+def run(way: str, a: Tensor, b: Tensor, out: Tensor, start: Tensor | None = None) -> None:
+    """`siblings.multiply`, operands copied into the layouts of `way`."""
     layouts, _, transposed = way.partition(", ")
     a, b = _laid(a, layouts[0]), _laid(b, layouts[1])
     if transposed:
         other = out.new_empty(out.shape[1], out.shape[0])
         multiply(b.t(), a.t(), other)
-        out.copy_(other.t())
+        if start is None:
+            out.copy_(other.t())
+        else:
+            torch.add(other.t(), start, out=out)
     else:
-        multiply(a, b, out)
+        multiply(a, b, out, start)
 
 
 _OTHER = {"N": "T", "T": "N"}

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fourfold.placement.tensor.executor import Executor, Switch
 from fourfold.placement.tensor.product import product
+from fourfold.placement.tensor.tuning import Tuning
 from fourfold.placement.uncopied import Uncopied
 from fourfold.wire import Axis, ops
 
@@ -20,7 +21,7 @@ class Siblings(Uncopied):
         modules: each has `weight`, and `bias` or none.
         contract, output: the axes over which their input and their output features lie.
         layout: of the weights: "out,in" or "in,out".
-        overlap: sums of input gradients travel while weight gradients are computed.
+        tuning: how their products run.
         shared: every rank of `contract` goes on with other features, which these outputs scale: their gradients are
             sums over it, too.
     """
@@ -32,11 +33,11 @@ class Siblings(Uncopied):
         output: Axis,
         layout: str,
         *,
-        overlap: bool,
+        tuning: Tuning,
         shared: bool = False,
     ) -> None:
         self.modules, self.contract, self.output, self.layout = modules, contract, output, layout
-        self.overlap, self.shared = overlap, shared
+        self.tuning, self.shared = tuning, shared
         self._read: Tensor | None = None
         self._outputs: list[Tensor | None] = []
 
@@ -59,7 +60,8 @@ class Siblings(Uncopied):
         """`product` of the weights as they are now."""
         weights: list[Any] = [module.weight for module in self.modules]
         settings |= {"contract": self.contract, "output": self.output, "layout": self.layout}
-        return product(x, weights, biases, **settings, overlap=self.overlap)
+        settings |= {"overlap": self.tuning.overlap, "chunks": self.tuning.chunks, "kernels": self.tuning.kernels}
+        return product(x, weights, biases, **settings)
 
     @property
     def biases(self) -> list[Tensor | None]:

@@ -43,10 +43,13 @@ def _forward(x: Tensor, weights: list[Tensor], biases: list[Tensor | None], *opt
     """The outputs, and the gathered input where it is to be kept."""
     call = Call(*options)
     contract, output, mm = axis_of(call.contract), axis_of(call.output), kernels.of(call.kernels)
-    blocks, width = siblings.matrices(weights, call.turned), sum(widths(weights, call.turned))
+    blocks, sizes = siblings.matrices(weights, call.turned), widths(weights, call.turned)
+    width = sum(sizes)
+    # The first rank's sum begins with the bias: it is added once, and costs no pass over the outputs.
+    bias = siblings.bias_of(biases, sizes) if contract.index == 0 else None
 
     def multiply(some: Tensor, out: Tensor) -> None:
-        siblings.outputs(some, blocks, out, mm)
+        siblings.outputs(some, blocks, out, mm, bias)
 
     kept = x.new_empty(0)
     if call.rows is None:
@@ -63,9 +66,6 @@ def _forward(x: Tensor, weights: list[Tensor], biases: list[Tensor | None], *opt
             out = rows.scattered(partial, contract, later, call.kind).wait()
         else:
             out = rows.multiply_scatter(shard, width, multiply, contract, later, call.kind, call.chunks)
-    for part, bias in zip(siblings.columns(out, widths(weights, call.turned)), biases, strict=True):
-        if bias is not None:
-            part.add_(bias)
     return out.view(*x.shape[:-1], width) if lines is None else lines.tensor(out), kept
 
 

@@ -47,6 +47,8 @@ _TABLES = ("linears", "embeddings", "norms", "raw", "whole")
 class Way(Between):
     """Linears between features over y and features over y are SUMMA's."""
 
+    tiles = "2d and 2.5d cut every product into panels, which travel while others are multiplied"
+
     def siblings(self, linear: Linear, modules: Sequence[nn.Module], about: Mapping[str, Any]) -> Siblings:
         """One broadcast of the input for all."""
         if not _is_summa(linear):
@@ -132,7 +134,15 @@ class SummaSiblings(Siblings):
         """[..., features over y] → the same. Gradients of biases are of this rank's rows, like those of norms."""
         weights: list[Any] = [module.weight for module in self.modules]
         about: dict[str, Any] = {"rows": self.rows, "features": self.output, "total": self.total}
-        found = summa(x, weights, [None for _ in weights], **about, layout=self.layout, overlap=self.overlap)
+        found = summa(
+            x,
+            weights,
+            [None for _ in weights],
+            **about,
+            layout=self.layout,
+            overlap=self.tuning.overlap,
+            kernels=self.tuning.kernels,
+        )
         pairs = zip(found, self.biases, strict=True)
         return tuple(one if bias is None else one + bias for one, bias in pairs)
 

@@ -24,14 +24,17 @@ LAYOUTS = ("out,in", "in,out")
 class Multiply(Protocol):
     """A matrix product into a given place."""
 
-    def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
-        """out [m, n] = a [m, k] b [k, n]."""
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor, start: Tensor | None = None) -> None:
+        """out [m, n] = a [m, k] b [k, n], plus `start` [n] or [m, n], which may be `out` itself."""
         ...
 
 
-def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out [m, n] = a [m, k] b [k, n], by torch."""
-    torch.mm(a, b, out=out)
+def multiply(a: Tensor, b: Tensor, out: Tensor, start: Tensor | None = None) -> None:
+    """`Multiply` by torch."""
+    if start is None:
+        torch.mm(a, b, out=out)
+    else:
+        torch.addmm(start, a, b, out=out)
 
 
 def check(weights: Sequence[Tensor], biases: Sequence[Tensor | None], layout: str) -> None:
@@ -98,23 +101,31 @@ def side_by_side(weights: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((rows, width), (width, 1))
 
 
-def outputs(x: Tensor, blocks: Sequence[Tensor], out: Tensor, mm: Multiply = multiply) -> None:
-    """out [M, ΣN] = x [M, K] times all blocks [K, N]."""
+def outputs(
+    x: Tensor, blocks: Sequence[Tensor], out: Tensor, mm: Multiply = multiply, bias: Tensor | None = None
+) -> None:
+    """out [M, ΣN] = x [M, K] times all blocks [K, N], plus the bias [ΣN]."""
     first = 0
     for block in blocks:
-        mm(x, block, out[:, first : first + block.shape[1]])
+        place = slice(first, first + block.shape[1])
+        mm(x, block, out[:, place], None if bias is None else bias[place])
         first += block.shape[1]
+
+
+def bias_of(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
+    """Those of all siblings side by side, [ΣN], with zeros for those that have none; None if none has."""
+    first = next((bias for bias in biases if bias is not None), None)
+    if first is None or len(biases) == 1:
+        return first
+    pairs = zip(biases, sizes, strict=True)
+    return torch.cat([first.new_zeros(size) if bias is None else bias for bias, size in pairs])
 
 
 def input_gradient(grad: Tensor, blocks: Sequence[Tensor], out: Tensor, mm: Multiply = multiply) -> None:
     """out [M, K] = the sum over all blocks [K, N] of their columns of grad [M, ΣN] times the block transposed."""
     first = 0
     for block in blocks:
-        part = grad[:, first : first + block.shape[1]]
-        if first == 0:
-            mm(part, block.t(), out)
-        else:
-            out.addmm_(part, block.t())
+        mm(grad[:, first : first + block.shape[1]], block.t(), out, out if first else None)
         first += block.shape[1]
 
 

@@ -25,6 +25,7 @@ from fourfold.placement.tensor.layers import refuse_holders, refuse_layers
 from fourfold.placement.tensor.regions import LossScope, RootExecutor
 from fourfold.placement.tensor.rehearsal import Stage
 from fourfold.placement.tensor.takeover import Takeover
+from fourfold.placement.tensor.tuning import Tuning
 from fourfold.plan.grid import Grid
 from fourfold.wire import Axis, Mesh
 from fourfold.wire.dry import dry_mesh
@@ -39,7 +40,7 @@ class Split:
         mesh: this rank's, or a dry one.
         dealing: the cuts of all weights.
         way: what becomes of rows and time between linears.
-        overlap: sums of input gradients travel while weight gradients are computed.
+        tuning: how the products of cut linears run.
         scope: of the loss that is being computed.
         outputs: by place among the floating tensors that the model returns, the axis of their features and how many
             they are in the whole model. Found by `rehearse`.
@@ -53,7 +54,7 @@ class Split:
     mesh: Mesh
     dealing: Dealing
     way: type[Between]
-    overlap: bool = True
+    tuning: Tuning = Tuning()
     scope: LossScope = field(default_factory=LossScope)
     assembly: Assembly = field(init=False)
     outputs: dict[int, tuple[str, int]] = field(default_factory=dict)
@@ -66,7 +67,7 @@ class Split:
     def __post_init__(self) -> None:
         self.assembly = Assembly(self.mesh, self.dealing.cuts)
         between = self.way(self.mesh, self.dealing)
-        self.takeover = Takeover(self.anatomy, self.mesh, self.dealing, between, self.overlap, self.widths)
+        self.takeover = Takeover(self.anatomy, self.mesh, self.dealing, between, self.tuning, self.widths)
 
     # ---- before anything is allocated
 
@@ -212,18 +213,18 @@ def _summing(axis: Axis) -> Callable[[Tensor], Tensor]:
     return hook
 
 
-def rehearsed(stage: Stage, anatomy: Anatomy, mesh: Mesh, grid: Grid, *, overlap: bool) -> Split:
+def rehearsed(stage: Stage, anatomy: Anatomy, mesh: Mesh, grid: Grid, tuning: Tuning | None = None) -> Split:
     """How a model is split over a grid, rehearsed; nothing of the model itself has changed.
 
     Raises:
         PlacementError: it does not fit the grid; names the layer, the axis and the nearest sizes that fit.
     """
-    split = divide(stage.model, anatomy, mesh, grid, overlap=overlap)
+    split = divide(stage.model, anatomy, mesh, grid, tuning)
     split.rehearse(dataclasses.replace(stage, batch=split.way.example(stage.batch, grid)))
     return split
 
 
-def divide(model: nn.Module, anatomy: Anatomy, mesh: Mesh, grid: Grid, *, overlap: bool) -> Split:
+def divide(model: nn.Module, anatomy: Anatomy, mesh: Mesh, grid: Grid, tuning: Tuning | None = None) -> Split:
     """How the model is split, by the shapes of its weights."""
     if anatomy.problems:
         raise PlacementError(
@@ -238,7 +239,10 @@ def divide(model: nn.Module, anatomy: Anatomy, mesh: Mesh, grid: Grid, *, overla
             )
     refuse_holders(model, anatomy)
     way: type[Between] = importlib.import_module(f"fourfold.placement.tensor.{grid.between}").Way
+    tuning = tuning or Tuning()
+    if tuning.chunks > 1 and way.tiles is not True:
+        raise PlacementError(f"plan.placement.chunks: expected 1, found {tuning.chunks}: {way.tiles}; leave it out")
     anatomy = way.seen(anatomy)
-    split = Split(anatomy, mesh, deal_weights(model, anatomy, grid), way, overlap)
+    split = Split(anatomy, mesh, deal_weights(model, anatomy, grid), way, tuning)
     split.takeover.between.share(split.dealing, model)
     return split

@@ -27,10 +27,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from fourfold.placement.tensor import siblings
+from fourfold.placement.tensor import kernels, siblings
+from fourfold.placement.tensor.kernels import Kernels
 from fourfold.placement.tensor.operators import register
 from fourfold.placement.tensor.panels import Panel, panels
-from fourfold.placement.tensor.siblings import dealt, flat, present, widths
+from fourfold.placement.tensor.siblings import Multiply, dealt, flat, present, widths
 from fourfold.wire import Axis, UsageError, Work, ops
 from fourfold.wire.axis import axis_of
 from fourfold.wire.formulas import shares
@@ -48,6 +49,7 @@ def summa(
     kind: str = "activation",
     layout: str = "out,in",
     overlap: bool = True,
+    kernels: Kernels | None = None,
 ) -> tuple[Tensor, ...]:
     """The outputs of sibling linears, which all read `x`: one broadcast of x for all.
 
@@ -62,6 +64,7 @@ def summa(
         layout: of the weights.
         overlap: broadcasts and sums travel while a step multiplies; off, the same with a wait at once: the bits are
             equal.
+        kernels: chooses how matrices are multiplied; None: as they lie.
 
     Returns:
         For each weight [..., N], cut as x is; views of one tensor where there are several.
@@ -76,7 +79,7 @@ def summa(
         return tuple(functional.linear(x, weight.t() if turned else weight, bias) for weight, bias in pairs)
     total = x.shape[-1] * features.size if total is None else total
     _check_total(x, weights, turned, rows, features, total)
-    call = _Call(rows.key, features.key, kind, turned, overlap, total)
+    call = _Call(rows.key, features.key, kind, turned, overlap, total, "" if kernels is None else kernels.key)
     out = _Summa.apply(x, call, *weights)
     sizes = widths(weights, turned)
     found = tuple(siblings.columns(out, sizes))
@@ -96,6 +99,7 @@ class _Call(NamedTuple):
     turned: bool
     overlap: bool
     total: int
+    kernels: str
 
 
 class _Summa(torch.autograd.Function):
@@ -212,10 +216,10 @@ def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 def _forward(x: Tensor, weights: list[Tensor], *options: Any) -> Tensor:
     call, sizes, matrix = _Call(*options), widths(weights, options[3]), flat(x)
-    out = x.new_zeros(matrix.shape[0], sum(sizes))
+    out, mm = x.new_zeros(matrix.shape[0], sum(sizes)), kernels.of(call.kernels)
     for step in _steps(matrix, weights, matrix.shape[0], sizes, call):
         assert step.left is not None and step.right is not None
-        out.addmm_(step.left, step.right)
+        mm(step.left, step.right, out, out)
     return out.view(*x.shape[:-1], out.shape[1])
 
 
@@ -223,9 +227,9 @@ def _forward_shapes(x: Tensor, weights: list[Tensor], *options: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], sum(widths(weights, options[3])))
 
 
-def _times(a: Tensor, b: Tensor) -> Tensor:
+def _times(a: Tensor, b: Tensor, mm: Multiply) -> Tensor:
     out = a.new_empty(a.shape[0], b.shape[1])
-    siblings.multiply(a, b, out)
+    mm(a, b, out)
     return out
 
 
@@ -261,11 +265,11 @@ def _backward(
     chosen = present([part if one else None for part, one in zip(siblings.columns(above, sizes), trained, strict=True)])
     trainable = above if all(trained) else _joined(chosen, 1) if chosen else above
     place = _Places(dw, [n for n, one in zip(sizes, trained, strict=True) if one], call.turned)
-    leaving = _Leaving(call.overlap)
+    leaving, mm = _Leaving(call.overlap), kernels.of(call.kernels)
     for step in _steps(None if x is None else flat(x), weights, above.shape[0], sizes, call):
         panel = step.panel
-        inputs = None if step.right is None else _times(above, step.right.t())
-        parts = None if step.left is None else place.product(trainable, step.left)
+        inputs = None if step.right is None else _times(above, step.right.t(), mm)
+        parts = None if step.left is None else place.product(trainable, step.left, mm)
         leaving.settle()
         if inputs is not None:
             leaving.add(inputs, panel.left, features, backward_kind(call.kind), flat(dx)[:, panel.inputs].copy_)
@@ -289,9 +293,9 @@ class _Places:
     sizes: Sequence[int]
     turned: bool
 
-    def product(self, grad: Tensor, x: Tensor) -> Tensor:
+    def product(self, grad: Tensor, x: Tensor, mm: Multiply) -> Tensor:
         """One panel, as the weights lie: x [M, width], grad [M, N]."""
-        return _times(x.t(), grad) if self.turned else _times(grad.t(), x)
+        return _times(x.t(), grad, mm) if self.turned else _times(grad.t(), x, mm)
 
     def put(self, part: Tensor, at: slice) -> None:
         """A panel of the weights' features `at`."""
@@ -318,7 +322,7 @@ def _backward_shapes(
     return dx, dw
 
 
-_CALL = "str rows, str features, str kind, bool turned, bool overlap, SymInt total"
+_CALL = "str rows, str features, str kind, bool turned, bool overlap, SymInt total, str kernels"
 register("summa", f"(Tensor x, Tensor[] weights, {_CALL}) -> Tensor", _forward, _forward_shapes, len(_Call._fields))
 register(
     "summa_gradients",

@@ -18,6 +18,7 @@ from fourfold.placement.tensor.heads import Counts, Patch, patches
 from fourfold.placement.tensor.linears import ConvolutionExecutor, LinearExecutor
 from fourfold.placement.tensor.norms import GroupExecutor, NormExecutor
 from fourfold.placement.tensor.regions import WholeExecutor
+from fourfold.placement.tensor.tuning import Tuning
 from fourfold.wire import Mesh
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -32,7 +33,7 @@ class Takeover:
         mesh: this rank's, or a dry one.
         dealing: the cuts of all weights.
         between: what becomes of rows and time between linears.
-        overlap: sums of input gradients travel while weight gradients are computed.
+        tuning: how products run.
         widths: of modules that run whole, how many features go in and come out.
         switch: whether weights are blocks just now.
     """
@@ -41,7 +42,7 @@ class Takeover:
     mesh: Mesh
     dealing: Dealing
     between: Between
-    overlap: bool
+    tuning: Tuning
     widths: Mapping[str, tuple[int, int]]
     switch: Switch = field(default_factory=Switch)
     _patches: list[Patch] = field(default_factory=list)
@@ -75,7 +76,7 @@ class Takeover:
             if isinstance(modules[0], CONVOLUTIONS):
                 ConvolutionExecutor(self.switch, modules[0], contract, output)
                 continue
-            about: dict[str, Any] = {"overlap": self.overlap, "shared": first.role == "reducing"}
+            about: dict[str, Any] = {"tuning": self.tuning, "shared": first.role == "reducing"}
             siblings = self.between.siblings(first, modules, about)
             for number, module in enumerate(modules):
                 LinearExecutor(self.switch, module, siblings, number)
