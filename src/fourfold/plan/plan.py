@@ -82,8 +82,8 @@ class Placement:
         for name, usual in (("chunks", 1), ("kernels", "plain")):
             if getattr(self, name) != usual and not self.grid.cuts_features:
                 raise PlanError(
-                    f"plan.placement.{name}: {getattr(self, name)} is of linears that plan.placement.tensor cuts over x "
-                    f"or y, found none; leave {name} out, or name an algorithm with x or y above 1"
+                    f"plan.placement.{name}: {getattr(self, name)} is for linears that plan.placement.tensor cuts over "
+                    f"x or y, found none; leave {name} out, or name an algorithm with x or y above 1"
                 )
         if self.shard == "none" and self.z > 1:
             raise PlanError(
