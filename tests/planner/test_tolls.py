@@ -98,9 +98,12 @@ def test_megatron_is_four_sums():
 
 def test_norms_on_split_features():
     # LayerNorm 2 values a token each way, RMSNorm 1; share of the block's traffic at h = 4096: +0.02 % on 2 x 2 x 2
-    def norms(network, grid, statistic):
-        listed = Tolls(network, grid, Job(rows=64, statistic=statistic)).listed
-        return sum(toll.sent for toll in listed if toll.where == "norms")
+    def listed(network, grid, statistic):
+        tolls = Tolls(network, grid, Job(rows=64, statistic=statistic)).listed
+        return [toll for toll in tolls if toll.where == "norms"]
+
+    def norms(*about):
+        return sum(toll.sent for toll in listed(*about))
 
     gpt = Network.gpt(4096, 1, 32, sequence=1)
     llama = Network.llama(4096, 1, 32, 8, 14336, sequence=1)
@@ -109,6 +112,12 @@ def test_norms_on_split_features():
     assert norms(llama, grid, 4) == 2 * (1 + 1) * 64 / 2 * 4
     assert norms(gpt, grid, 2) / activations(gpt, grid, Job(rows=64)) == pytest.approx(0.0002, rel=0.25)
     assert norms(gpt, Factors(1, 8, 1), 4) == 0
+    # one message each way, two norms a block: statistics are gathered, (x-1) 2t, and the row sums summed, 2(x-1)/x 2t
+    found = {toll.when: (toll.op, toll.times, toll.sent) for toll in listed(gpt, Factors(4, 1, 2), 4)}
+    assert found == {
+        "forward": ("all_gather", 2, 2 * 3 * 2 * 32 * 4),
+        "backward": ("all_reduce", 2, 2 * 2 * 3 * 2 * 32 * 4 // 4),
+    }
 
 
 def test_embedding_head_and_loss():

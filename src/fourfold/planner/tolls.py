@@ -4,7 +4,7 @@ A linear of K inputs and N outputs on M tokens of a data replica (Singh et al. 2
 rank sends): its weight is gathered over z, (z-1)/z KN/(xy), in forward and for backward; its output is summed over x,
 2(x-1)/x MN/(zy); its input gradient over y, 2(y-1)/y MK/(zx); its weight gradient is scattered over z and, once a step,
 summed over data. A transposed linear swaps x and y. What the formula leaves out has lines of its own: the statistics of
-norms on split features, the sum behind the embedding, the head, and the loss on a split vocabulary.
+norms on split features (one message each way), the sum behind the embedding, the head, and the loss on a split vocabulary.
 
 Where sizes do not divide, ranks send different amounts: `at` says whose are counted.
 """
@@ -224,9 +224,7 @@ class Tolls:
         network, job = self.network, self.job
         for linear in network.linears:
             yield from self._linear(linear, tokens, times * network.blocks)
-        norms, values = times * network.blocks * network.norms, network.statistics * tokens
-        yield from self._forward("norms", "x", values, job.statistic, norms)
-        yield self._back("norms", "x", values, job.statistic, norms)
+        yield from self._norms(tokens, times * network.blocks * network.norms, again=job.recompute == "full")
         if not network.vocabulary:
             return
         yield from self._ends(tokens, times)
@@ -238,9 +236,7 @@ class Tolls:
         looked_up = (tokens, *((network.sequence,) if network.positions_cut else ()))
         for places in looked_up:
             yield replace(self._once("embedding", "y", places * columns, job.itemsize, times), kind="embedding")
-        if network.norms:
-            yield self._once("norms", "x", network.statistics * tokens, job.statistic, times)
-            yield self._back("norms", "x", network.statistics * tokens, job.statistic, times)
+        yield from self._norms(tokens, times * bool(network.norms), again=False)
         yield from self._linear(network.vocabulary_linear, tokens, times, again=False)
         if job.logits == "cut":
             exchange = self._once("loss", "y", LOSS_VALUES * tokens, job.statistic, times)
@@ -249,6 +245,17 @@ class Tolls:
         else:  # each rank sends its part to all others; parts may differ
             whole = tokens * network.vocabulary_linear.local(self.sizes, self.places)[1] * self.grid.y
             yield replace(self._once("loss", "y", whole, job.itemsize, times), op="all_gather")
+
+    def _norms(self, tokens: int, times: int, *, again: bool) -> Iterator[Toll]:
+        """A mean and squared deviations are gathered from all ranks and merged; a sum of squares is summed."""
+        values, itemsize = self.network.statistics * tokens, self.job.statistic
+        first = self._once("norms", "x", values, itemsize, times)
+        if self.network.statistics > 1:
+            first = replace(first, op="all_gather", elements=values * first.size)
+        yield first
+        if again:
+            yield replace(first, when="again")
+        yield self._back("norms", "x", values, itemsize, times)
 
     def _linear(self, linear: Linear, tokens: int, times: int, *, again: bool = True) -> Iterator[Toll]:
         inputs, outputs = linear.local(self.sizes, self.places)

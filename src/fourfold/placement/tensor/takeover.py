@@ -17,7 +17,7 @@ from fourfold.placement.tensor.experts import refuse as refuse_experts
 from fourfold.placement.tensor.heads import Counts, Patch, patches
 from fourfold.placement.tensor.linears import ConvolutionExecutor, LinearExecutor
 from fourfold.placement.tensor.norms import GroupExecutor, NormExecutor
-from fourfold.placement.tensor.regions import WholeExecutor
+from fourfold.placement.tensor.regions import WholeExecutor, extents
 from fourfold.placement.tensor.tuning import Tuning
 from fourfold.wire import Mesh
 
@@ -148,8 +148,9 @@ class Takeover:
                     GroupExecutor(self.switch, module)
                 continue
             first = next(module.parameters(recurse=False))
-            size = self.dealing.cuts[names[id(first)]].shape[-1]
-            NormExecutor(self.switch, module, path, self.mesh[norm.axis], size)
+            share = self.dealing.cuts[names[id(first)]].shares[-1]
+            assert share is not None
+            NormExecutor(self.switch, module, path, self.mesh[norm.axis], extents(share))
 
     def _attach_whole(self, model: nn.Module, path: str) -> None:
         whole = self.anatomy.whole[path]
