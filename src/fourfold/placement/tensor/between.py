@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -31,7 +33,10 @@ class Between(ABC):
         mesh: this rank's, or a dry one.
         dealing: the cuts of all weights.
         anatomy: of the model.
+        alike: the first and the last block do what the others do.
     """
+
+    alike = True
 
     def __init__(self, mesh: Mesh, dealing: Dealing) -> None:
         self.mesh, self.dealing, self.anatomy = mesh, dealing, dealing.anatomy
@@ -40,6 +45,11 @@ class Between(ABC):
     def seen(cls, anatomy: Anatomy) -> Anatomy:
         """The anatomy with the axes as this way has them."""
         return anatomy
+
+    @classmethod
+    def inside(cls, grid: Grid) -> Grid:
+        """The grid as a forward and backward know it: without the axes over which only whole units travel."""
+        return dataclasses.replace(grid, z=1, copies=1)
 
     @classmethod
     def example(cls, batch: Mapping[str, Tensor], grid: Grid) -> Mapping[str, Tensor]:
@@ -127,6 +137,11 @@ class Between(ABC):
             raise PlacementError(
                 f"{experts}: {algorithm} does not deal the tokens of experts; choose algorithm: {other}"
             )
+
+
+def way_of(grid: Grid) -> type[Between]:
+    """The class that a grid names."""
+    return importlib.import_module(f"fourfold.placement.tensor.{grid.between}").Way
 
 
 class EdgeExecutor(Executor):

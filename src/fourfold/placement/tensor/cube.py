@@ -68,6 +68,8 @@ class Cube:
 class Way(Between):
     """Batch rows lie over the axis over which features do not."""
 
+    alike = False
+
     def __init__(self, mesh: Mesh, dealing: Dealing) -> None:
         super().__init__(mesh, dealing)
         self.cube = Cube(mesh["y"], mesh["x"])

@@ -24,6 +24,7 @@ from fourfold.placement.tensor.linears import Siblings
 from fourfold.placement.tensor.rehearsal import Run
 from fourfold.placement.tensor.summa import summa
 from fourfold.placement.tensor.tables import TableExecutor
+from fourfold.plan.grid import Grid
 from fourfold.wire import Axis, ops
 from fourfold.wire.formulas import shares
 
@@ -46,6 +47,11 @@ _TABLES = ("linears", "embeddings", "norms", "raw", "whole")
 
 class Way(Between):
     """Linears between features over y and features over y are SUMMA's."""
+
+    @classmethod
+    def inside(cls, grid: Grid) -> Grid:
+        """Panels of weights travel over z."""
+        return dataclasses.replace(grid, copies=1)
 
     def siblings(self, linear: Linear, modules: Sequence[nn.Module], about: Mapping[str, Any]) -> Siblings:
         """One broadcast of the input for all."""
