@@ -89,6 +89,45 @@ def test_bytes_of_the_3d_algorithm():
     assert flows(forecast(subject, machine(), chosen).ledger) == said == metered
 
 
+def panels(algorithm: str, microbatches: int = 1, **placement: Any) -> Plan:
+    sizes = {size: placement.pop(size) for size in ("q", "d") if size in placement}
+    return Plan.of(
+        {
+            "placement": {"tensor": {"algorithm": algorithm, **sizes}, **placement},
+            "schedule": {"name": "accumulate", "microbatches": microbatches},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("chosen", "tied"),
+    [
+        (panels("2d", q=2), True),
+        (panels("2d", q=2, precision="bf16", shard="optimizer"), False),
+        (panels("2.5d", q=2, d=2, microbatches=2, recompute="full"), True),
+    ],
+    ids=str,
+)
+def test_bytes_of_grids_of_panels(chosen, tied):
+    config = dataclasses.replace(CONFIG, tied=tied)
+    subject = Subject(lambda: GPT(config), cross_entropy, {"tokens": TOKENS["tokens"][:2]}, ROWS)
+    found = forecast(subject, machine(), chosen)
+    said, metered = threads.launch(chosen.world, run_once, GPT(config), cross_entropy, TOKENS, chosen)[0]
+    assert flows(found.ledger) == said == metered
+    assert {key[2] for key in flows(found.ledger)} >= {"broadcast", "reduce"}
+    assert found.timing.exposed["y"] > 0 and found.timing.exposed["z"] > 0
+
+
+def test_weights_of_a_grid_of_panels_lie_on_one_rank_each_and_do_not_travel():
+    config = dataclasses.replace(CONFIG, tied=False)
+    subject = Subject(lambda: GPT(config), cross_entropy, {"tokens": TOKENS["tokens"][:2]}, ROWS)
+    found = forecast(subject, machine(), panels("2d", q=2)).ledger
+    linears = 4 * (12 * 36 * 36) + 36 * (VOCABULARY + 1)  # the first rank has 49 of 97 columns of the head
+    rest = 4 * (9 * 36 + 4 * 36) + 2 * 36 + (VOCABULARY + SEQUENCE) * 36  # biases, norms and tables
+    assert found.memory["parameters"] == pytest.approx(4 * (linears + rest) / 4, rel=0.04)  # segments are padded
+    assert found.sent(axis="z", kind="weight") > 4 * linears / 4 * 2  # panels, forward and backward; tables gathered
+
+
 def test_copies_of_key_value_heads_are_summed():
     work = stock_work("llama", steps=1)
     model, batch = work.fresh(), work.batch(0)
@@ -185,9 +224,3 @@ def test_rows_and_devices_that_do_not_suffice(traces):
     assert found.bound == "rows: z x data = 8, and the batch has 7: some ranks would compute nothing"
     with pytest.raises(ForecastError, match="needs 16 devices, and the machine has 8"):
         forecast(traces, machine(8), plan(x=2, y=2, z=4))
-
-
-def test_grids_of_panels_are_not_forecast_and_say_so(traces):
-    chosen = Plan.of({"placement": {"tensor": {"algorithm": "2d", "q": 2}}})
-    with pytest.raises(ForecastError, match="2d q 2.*: no forecast is made of grids on which linears broadcast panels"):
-        forecast(traces, machine(), chosen)

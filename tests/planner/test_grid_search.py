@@ -51,6 +51,10 @@ def fewest(traces: Traces, world: int) -> int:
     return min(found)
 
 
+def is_4d(plan: Plan) -> bool:
+    return plan.placement.tensor is not None and plan.placement.tensor.name in ("4d", "1d_sequence")
+
+
 def test_the_grid_of_8_ranks_moves_the_fewest_bytes_of_all(traces):
     found = look(traces, slow(8))
     best = found.forecasts[0]
@@ -62,7 +66,7 @@ def test_the_grid_of_8_ranks_moves_the_fewest_bytes_of_all(traces):
 def test_on_more_ranks_only_the_most_promising_are_traced(traces, world):
     found = look(traces, slow(world))
     best = found.forecasts[0]
-    traced = {factors(one.plan) for one in found.forecasts if one.plan.placement.grid.cuts_features}
+    traced = {factors(one.plan) for one in found.forecasts if one.plan.placement.grid.cuts_features and is_4d(one.plan)}
     assert factors(best.plan) in traced and 0 < len(traced) <= MOST_TRACED
     every = {grid for grid in grids(world) if grid.x * grid.y > 1}
     assert traced | {one.ranked.grid for one in found.estimated} == every
@@ -78,6 +82,18 @@ def test_grids_that_are_not_powers_of_two(traces):
     found = look(traces, slow(6))
     assert {Factors(3, 2), Factors(1, 6), Factors(2, 1, 3)} <= _all(found)
     assert factors(found.forecasts[0].plan).y in (2, 3)
+
+
+def test_square_algorithms_are_ranked_with_the_others_or_the_note_says_why_not(traces):
+    found = look(traces, slow(8))
+    ranked = [one.plan.placement.tensor.name for one in found.forecasts if one.plan.placement.tensor is not None]
+    assert {"2_5d", "3d"} <= set(ranked) | {note.split()[0].replace(".", "_") for note in found.left_out}
+    assert any(name in ranked for name in ("2_5d", "3d"))
+    assert [one.timing.total for one in found.forecasts if one.fits] == sorted(
+        one.timing.total for one in found.forecasts if one.fits
+    )
+    outlook = plan(traces.subject, slow(4))
+    assert "(2d)" in outlook.text() or any(note.startswith("2d q 2: ") for note in outlook.notes)
 
 
 def _all(found: Found) -> set[Factors]:

@@ -57,6 +57,26 @@ def test_messages_are_heard_in_order_and_when_they_are_waited_for():
     ]
 
 
+def test_of_broadcasts_and_sums_to_one_rank_the_tensor_is_known_whoever_sends_it():
+    from fourfold.wire.dry import dry_mesh
+
+    sizes, heard = {"x": 2, "y": 3}, Heard()
+    mesh = dry_mesh(sizes)
+    for one in (tapped(sizes, heard), mesh):
+        one["y"].broadcast(torch.ones(7), 1, "weight").wait()
+        one["y"].reduce(torch.ones(5), 2, "gradient").wait()
+        one["y"].reduce(torch.ones(5), 0, "gradient").wait()
+    assert heard.messages == [
+        Message("y", "weight", "broadcast", 7, 4),
+        Message("y", "gradient", "reduce", 5, 4, 2),
+        Message("y", "gradient", "reduce", 5, 4, 0),
+    ]
+    assert [one.whole(sizes) for one in heard.messages] == [28, 20, 20]
+    assert [one.sent(sizes) for one in heard.messages] == [19, 20, 0]  # of 2 x 28 bytes in three shares the first
+    assert [one.received(sizes) for one in heard.messages] == [0, 0, 60]
+    assert sum(one.sent(sizes) for one in heard.messages) == mesh.ledger.sent()
+
+
 def test_bytes_are_those_that_the_axis_counts():
     from fourfold.wire.dry import dry_mesh
 

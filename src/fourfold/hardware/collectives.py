@@ -32,8 +32,18 @@ def ring_pass(nbytes: float, n: int, latency: float, bandwidth: float) -> float:
 
 
 def broadcast(nbytes: float, n: int, latency: float, bandwidth: float) -> float:
-    """Pipelined along a ring; a reduce to one rank takes as long."""
+    """Pipelined along a ring."""
     return (n - 1) * latency + nbytes / bandwidth if n > 1 else 0.0
+
+
+def tree_broadcast(nbytes: float, n: int, latency: float, bandwidth: float) -> float:
+    """Down a binomial tree, whole at every edge, as gloo does it."""
+    return math.ceil(math.log2(n)) * (latency + nbytes / bandwidth) if n > 1 else 0.0
+
+
+def reduce(nbytes: float, n: int, latency: float, bandwidth: float) -> float:
+    """To one rank, which gets the tensor of every other at once: so `wire` does it."""
+    return latency + (n - 1) * nbytes / bandwidth if n > 1 else 0.0
 
 
 def send(nbytes: float, latency: float, bandwidth: float) -> float:
@@ -80,7 +90,7 @@ def seconds(op: str, nbytes: float, cluster: Cluster, group: Group) -> float:
     """Time of one collective over a group: the best of ring, tree and, across nodes, the hierarchical form.
 
     Args:
-        op: all_reduce, all_gather, reduce_scatter, all_to_all or broadcast.
+        op: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast or reduce.
 
     Raises:
         ValueError: another op.
@@ -100,8 +110,13 @@ def seconds(op: str, nbytes: float, cluster: Cluster, group: Group) -> float:
     if op in ("all_gather", "reduce_scatter", "all_to_all"):
         return ring_pass(nbytes, group.size, latency, bandwidth)
     if op == "broadcast":
-        return broadcast(nbytes, group.size, latency, bandwidth)
-    raise ValueError(f"no closed form for {op!r}; known: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast")
+        form = tree_broadcast if cluster.is_cpu else broadcast
+        return form(nbytes, group.size, latency, bandwidth)
+    if op == "reduce":
+        return reduce(nbytes, group.size, latency, bandwidth)
+    raise ValueError(
+        f"no closed form for {op!r}; known: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce"
+    )
 
 
 def hierarchical_all_reduce(nbytes: float, cluster: Cluster, group: Group) -> float:

@@ -21,8 +21,7 @@ def plan(subject: Subject, cluster: Cluster, given: Plan | None = None, *, world
     if given is not None:
         return Outlook(subject, cluster, (forecast(traces, cluster, given),), _notes(traces, cluster))
     found = look(traces, cluster, world=world)
-    notes = (*_notes(traces, cluster), *([found.why_none] if found.why_none else []))
-    return Outlook(subject, cluster, found.forecasts, notes, found.estimated)
+    return Outlook(subject, cluster, found.forecasts, (*_notes(traces, cluster), *found.left_out), found.estimated)
 
 
 def _notes(traces: Traces, cluster: Cluster) -> tuple[str, ...]:

@@ -40,6 +40,7 @@ def count(
     shipments = [
         traffic.Shipment(parcel.layout, last=last in parcel.places, outer=not parcel.places, reached=parcel.reached)
         for parcel in parcels
+        if parcel.layout.parts == plan.placement.z
     ]
     placement = plan.placement
     chosen = plan.wire.gradient

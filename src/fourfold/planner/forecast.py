@@ -14,6 +14,7 @@ from fourfold.ledger.ledger import MEMORY
 from fourfold.placement.precision import Precision
 from fourfold.placement.reach import reached
 from fourfold.placement.rows import share
+from fourfold.placement.tensor.between import way_of
 from fourfold.placement.traffic import Exchange, exchanges
 from fourfold.plan import Placement, Plan
 from fourfold.planner import bytes as traffic
@@ -91,7 +92,7 @@ def forecast(subject: Subject | Traces, cluster: Cluster, plan: Plan) -> Forecas
     types = precision(placement, cluster)
     tapes, settings, local = _tapes(traces, plan, str(types.compute).removeprefix("torch."), microbatches)
     tape = tapes[0]
-    units = _units(traces, tape, placement, types, local)
+    units = _units(traces, tape, settings, placement, types, local)
     states = OPTIMIZER_STATES[traces.subject.optimizer]
     account = memory.Simulation(
         memory.Job(
@@ -133,15 +134,10 @@ def _tapes(
     """The traces of this rank's micro-batches, the settings of the first, and shapes of weights that are cut.
 
     Raises:
-        ForecastError: the model cannot be cut over the grid, or the grid is one of panels.
+        ForecastError: the model cannot be cut over the grid.
     """
     placement = plan.placement
-    if placement.grid.between == "plane":
-        raise ForecastError(
-            f"{plan}: no forecast is made of grids on which linears broadcast panels (plan.placement.tensor); "
-            "algorithms 1d, 1d-sequence, 3d and 4d are forecast"
-        )
-    grid = dataclasses.replace(placement.grid, z=1, copies=1) if placement.grid.cuts_features else None
+    grid = way_of(placement.grid).inside(placement.grid) if placement.grid.cuts_features else None
     settings = Settings(1, dtype, placement.recompute, grid=grid)
     each = [dataclasses.replace(settings, rows=rows) for rows in _rows(traces, placement, microbatches)]
     try:
@@ -168,13 +164,18 @@ def _rows(traces: Traces, placement: Placement, microbatches: int) -> list[int]:
 
 
 def _units(
-    traces: Traces, tape: Tape, placement: Placement, types: Precision, local: Mapping[str, Sequence[int]]
+    traces: Traces,
+    tape: Tape,
+    settings: Settings,
+    placement: Placement,
+    types: Precision,
+    local: Mapping[str, Sequence[int]],
 ) -> tuple[memory.Parcel, ...]:
     """The placement's units on this device."""
     places = {path: place for place, path in enumerate(tape.blocks)}
     apart = types.upcast or (placement.shard == "parameters" and placement.z > 1)
     comes_to = reached(traces.anatomy, (name for name, _, trained in tape.weights if trained))
-    listed = traces.units(placement.message, apart, types.message.itemsize)
+    listed = traces.units(placement.message, apart, types.message.itemsize, settings.grid)
     return parcels(listed, places, placement, types, comes_to, local)
 
 

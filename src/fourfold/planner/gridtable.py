@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 
+from fourfold.plan import Plan
 from fourfold.planner.forecast import GIB, Forecast
 from fourfold.planner.search import Estimate, factors
-from fourfold.planner.tolls import AXES, Factors
+from fourfold.planner.tolls import AXES
 
 SHOWN = 6
 """Rows of a table; what is left out is counted below it."""
@@ -17,27 +19,34 @@ SHOWN = 6
 
 def tables(forecasts: Sequence[Forecast], estimated: Sequence[Estimate]) -> Iterator[Any]:
     """The best plan of every grid that was forecast, and below them the grids that were not."""
-    best = list(best_of_each(forecasts).values())
+    best = best_of_each(forecasts)
     table = Table(title="grids, each by its best plan", title_justify="left")
     for name in ("grid", "step", "compute", "waits for", "memory", "sends over", "loses to the best"):
         table.add_column(name, justify="right" if name in ("step", "compute", "memory") else "left")
-    for one in best[:SHOWN]:
+    for title, one in list(best.items())[:SHOWN]:
         timing = one.timing
         times = in_seconds(timing.total), in_seconds(timing.compute + timing.stretched), _waits(timing.exposed)
-        table.add_row(str(factors(one.plan)), *times, in_bytes(one.peak), _sent(one), behind(one, best[0]))
+        table.add_row(title, *times, in_bytes(one.peak), _sent(one), behind(one, next(iter(best.values()))))
     yield table
-    yield from _more(best)
+    yield from _more(list(best))
     if estimated:
         yield _estimates(estimated)
         yield from _more(estimated)
 
 
-def best_of_each(forecasts: Sequence[Forecast]) -> dict[Factors, Forecast]:
-    """The first forecast of each grid, in the order of their ranks."""
-    found: dict[Factors, Forecast] = {}
+def best_of_each(forecasts: Sequence[Forecast]) -> dict[str, Forecast]:
+    """The first forecast of each grid and algorithm, in the order of their ranks."""
+    found: dict[str, Forecast] = {}
     for one in forecasts:
-        found.setdefault(factors(one.plan), one)
+        found.setdefault(titled(one.plan), one)
     return found
+
+
+def titled(plan: Plan) -> str:
+    """The plan's grid, with its algorithm unless that is 4D's."""
+    tensor = plan.placement.tensor
+    name = "4d" if tensor is None else re.sub(r"(?<=\d)_(?=\d)", ".", tensor.name).replace("_", "-")
+    return f"{factors(plan)}{'' if name == '4d' else f' ({name})'}"
 
 
 def behind(one: Forecast, best: Forecast) -> str:

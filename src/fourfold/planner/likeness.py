@@ -24,7 +24,7 @@ Shapes = Mapping[str, Sequence[int]]
 def network(traces: Traces) -> Network | None:
     """The traced model's likeness; None where it cannot be cut over x and y, or has no blocks with linears to cut."""
     anatomy = traces.anatomy
-    shapes: Shapes = {name: shape for _, _, weights, _ in traces.outline["units"] for name, shape, _ in weights}
+    shapes: Shapes = {name: shape for _, _, weights, *_ in traces.outline["units"] for name, shape, _ in weights}
     if anatomy.problems or not anatomy.blocks:
         return None
     block = anatomy.blocks[len(anatomy.blocks) // 2]

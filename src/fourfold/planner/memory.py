@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from fourfold.ledger.ledger import MEMORY
 from fourfold.placement.layout import Layout
-from fourfold.planner.recorder import AFTER, BACKWARD, FORWARD
+from fourfold.planner.recorder import AFTER, BACKWARD, FORWARD, STILL
 from fourfold.planner.tape import Segment, Tape
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS, WORKSPACE, OTHER = MEMORY
@@ -171,7 +171,8 @@ def _play(
 
     Args:
         gradients: collects, by place, the bytes of finished gradients.
-        taken: gradients of this place go to the flat gradient, and away, as soon as they are there.
+        taken: gradients of this place go to the flat gradient, and away, as soon as they are there; those of weights
+            that do not travel always do.
         received: bytes that are received into while a message is under way.
     """
     fresh = 0
@@ -191,7 +192,8 @@ def _play(
         account.hold(category, storage.nbytes if event.kind == "+" else -storage.nbytes)
         if storage.gradient_of is not None:
             signed = storage.nbytes if event.kind == "+" else -storage.nbytes
-            if event.kind == "+" and storage.gradient_of == segment.place and taken(segment.place):
+            here = storage.gradient_of == segment.place and taken(segment.place)
+            if event.kind == "+" and (here or storage.gradient_of == STILL):
                 fresh = signed
             else:
                 gradients[storage.gradient_of] = gradients.get(storage.gradient_of, 0) + signed

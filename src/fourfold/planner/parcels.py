@@ -32,7 +32,7 @@ def parcels(
     """The units of `traces.Traces.units`, cut over z.
 
     Args:
-        units: as [name, blocks, [weight, shape, group], outer].
+        units: as [name, blocks, [weight, shape, group], outer, still].
         places: number of each block in execution order.
         placement: that cuts them.
         types: of their elements.
@@ -42,15 +42,17 @@ def parcels(
     sharded = placement.shard == "parameters" and placement.z > 1
     return tuple(
         Parcel(
-            layout=Layout.of([(name, local.get(name, shape), group) for name, shape, group in weights], placement.z),
+            layout=Layout.of(
+                [(name, local.get(name, shape), group) for name, shape, group in weights], 1 if still else placement.z
+            ),
             places=tuple(places[path] for path in blocks if path in places),
             master=types.master.itemsize,
             message=types.message.itemsize,
             compute=types.compute.itemsize,
-            resident=not sharded,
+            resident=still or not sharded,
             hold=placement.shard == "optimizer",
             outer=outer,
             reached=not reached.isdisjoint(blocks),
         )
-        for _, blocks, weights, outer in units
+        for _, blocks, weights, outer, still in units
     )

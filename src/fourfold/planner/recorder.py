@@ -19,6 +19,9 @@ from fourfold.planner.tap import Message
 BEFORE, AFTER = -1, 10**9
 """Places of what lies outside every block; a block's place is its number in execution order."""
 
+STILL = AFTER + 1
+"""The place of weights, in blocks or not, that do not travel: whose they are does not matter."""
+
 FORWARD, BACKWARD, DONE = "forward", "backward", "done"
 
 FREE_OF_COST = {

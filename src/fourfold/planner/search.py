@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fourfold.hardware import Cluster
+from fourfold.hardware.cluster import GIB
 from fourfold.plan import Plan
 from fourfold.plan.plan import RECOMPUTE, SHARD
 from fourfold.planner.forecast import Forecast, ForecastError, forecast
 from fourfold.planner.grids import Ranked, rank_grids
 from fourfold.planner.likeness import network
+from fourfold.planner.network import Network
+from fourfold.planner.squares import Square, sent, squares
 from fourfold.planner.subject import Subject
 from fourfold.planner.tolls import AXES, Factors, Job
 from fourfold.planner.traces import Traces
@@ -27,6 +31,9 @@ MOST_TRACED = 4
 
 PROMISING = 1.1
 """A grid is traced if its closed form takes at most so many times as long as that of the best plan without."""
+
+MOST_SQUARES = 2
+"""Grids of the algorithms 2d, 2.5d and 3d that are traced in one search: those that send least."""
 
 ITEMSIZES = {"fp32": 4, "bf16": 2, "fp64": 8}
 
@@ -51,12 +58,12 @@ class Found:
     Attributes:
         forecasts: in full, ranked.
         estimated: grids that cut features, by closed form alone: ranked, those that cannot be last.
-        why_none: why no grid that cuts features was looked at; empty if some were.
+        left_out: why no grid that cuts features was looked at; or why some of the algorithms 2d, 2.5d and 3d were not.
     """
 
     forecasts: tuple[Forecast, ...]
     estimated: tuple[Estimate, ...] = ()
-    why_none: str = ""
+    left_out: tuple[str, ...] = ()
 
 
 def search(
@@ -91,8 +98,8 @@ def look(
     likeness = network(traces)
     if world == 1 or likeness is None:
         problems = traces.anatomy.problems or ("it has no blocks of linears that could be cut",)
-        why = f"no features are cut over x and y: {problems[0]}" if world > 1 else ""
-        return Found(tuple(sorted(found, key=_rank)), why_none=why)
+        why = (f"no features are cut over x and y: {problems[0]}",) if world > 1 else ()
+        return Found(tuple(sorted(found, key=_rank)), left_out=why)
     ranked = rank_grids(likeness, cluster, world, jobs=jobs(world, rows, precisions))
     refused: dict[Factors, str] = {}
     traced: set[Factors] = set()
@@ -102,9 +109,16 @@ def look(
             traced.add(one.grid)
         except ForecastError as error:
             refused[one.grid] = str(error)
+    left_out: list[str] = []
+    for square, reason in _squares(likeness, ranked, any(one.fits for one in found)):
+        try:
+            found += [] if reason else _forecasts_of_square(traces, cluster, square, ranked)
+        except ForecastError as error:
+            reason = str(error)
+        left_out += [f"{square}: {reason}"] if reason else []
     found.sort(key=_rank)
     untraced = [replace(one, bound=refused.get(one.grid, one.bound)) for one in ranked if one.grid not in traced]
-    return Found(tuple(found), tuple(_estimates(untraced, ranked, found[0])))
+    return Found(tuple(found), tuple(_estimates(untraced, ranked, found[0])), tuple(left_out))
 
 
 def _estimates(untraced: Sequence[Ranked], ranked: Sequence[Ranked], best: Forecast) -> Iterator[Estimate]:
@@ -150,14 +164,48 @@ def _forecasts(traces: Traces, cluster: Cluster, ranked: Ranked) -> Iterator[For
         yield forecast(traces, cluster, plan_of(replace(ranked, job=replace(ranked.job, recompute="full"))))
 
 
+def _squares(likeness: Network, ranked: Sequence[Ranked], something_fits: bool) -> Iterator[tuple[Square, str]]:
+    """The grids of 2d, 2.5d and 3d, those that send least first, with why one is not worth a trace."""
+    best = ranked[0]
+    sends = [(sent(likeness, square, _job_of(square, ranked)), square) for square in squares(best.grid.world)]
+    for place, (nbytes, square) in enumerate(sorted(sends, key=lambda one: one[0])):
+        about = f"its linears send {nbytes / GIB:.3g} GiB a step, and all of {best.grid} {best.bytes / GIB:.3g} GiB"
+        if something_fits and nbytes > PROMISING * best.bytes:
+            yield square, f"not traced: {about}"
+        else:
+            yield square, "" if place < MOST_SQUARES else f"not traced: others send less; {about}"
+
+
+def _job_of(square: Square, ranked: Sequence[Ranked]) -> Job:
+    """The job of the best grid that cuts rows into as many parts."""
+    parts = Plan.of({"placement": square.placement()}).placement.parts
+    return next((one.job for one in ranked if one.grid.z * one.grid.data == parts), ranked[0].job)
+
+
+def _forecasts_of_square(
+    traces: Traces, cluster: Cluster, square: Square, ranked: Sequence[Ranked]
+) -> Iterator[Forecast]:
+    job = _job_of(square, ranked)
+    found = forecast(traces, cluster, _plan(square.placement(), job, cut=True))
+    yield found
+    if found.bound.startswith("memory") and job.recompute != "full":
+        yield forecast(traces, cluster, _plan(square.placement(), replace(job, recompute="full"), cut=True))
+
+
 def plan_of(ranked: Ranked, algorithm: str = "4d") -> Plan:
     """The plan that a closed form weighed; "1d-sequence" only where x is one."""
-    job, grid = ranked.job, ranked.grid
-    precision = next(name for name, size in ITEMSIZES.items() if size == job.itemsize)
-    placement = {**grid.settings(), "recompute": job.recompute, "precision": precision}
+    grid = ranked.grid
+    placement = grid.settings()
     if algorithm == "1d-sequence":
         placement |= {"tensor": {"algorithm": algorithm, "y": grid.y}, "z": grid.z}
-    if grid.z > 1:
+    return _plan(placement, ranked.job, cut=grid.z > 1)
+
+
+def _plan(placement: dict[str, Any], job: Job, *, cut: bool) -> Plan:
+    """A job on a placement, which cuts weights over z or does not."""
+    precision = next(name for name, size in ITEMSIZES.items() if size == job.itemsize)
+    placement = {**placement, "recompute": job.recompute, "precision": precision}
+    if cut:
         placement["shard"] = job.shard
     return Plan.of(
         {"placement": placement, "schedule": {"name": "accumulate", "microbatches": job.microbatches}},

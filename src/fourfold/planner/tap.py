@@ -26,8 +26,9 @@ class Message(NamedTuple):
     Attributes:
         axis: "x", a product ("x+y") or a part ("y/4").
         kind, op: as the ledger calls them.
-        amount: elements that are summed; of other collectives bytes that the rank sends.
-        itemsize: bytes of an element that is summed; of other collectives 1.
+        amount: elements that are summed or broadcast; of other collectives bytes that the rank sends.
+        itemsize: bytes of an element that is summed or broadcast; of other collectives 1.
+        to: of a sum to one rank: which of the group.
     """
 
     axis: str
@@ -35,23 +36,35 @@ class Message(NamedTuple):
     op: str
     amount: int
     itemsize: int
+    to: int = 0
 
     def sent(self, sizes: Mapping[str, int]) -> int:
         """Bytes that the first rank hands to the network."""
-        if self.op != "all_reduce":
-            return self.amount
-        return formulas.all_reduce(span(self.axis, sizes)[0], self.amount * self.itemsize, self.itemsize, 0)
+        size, nbytes = span(self.axis, sizes)[0], self.amount * self.itemsize
+        if self.op == "all_reduce":
+            return formulas.all_reduce(size, nbytes, self.itemsize, 0)
+        if self.op == "broadcast":
+            return formulas.broadcast(size, nbytes, 0)
+        if self.op == "reduce":
+            return formulas.reduce(size, nbytes, 0, self.to)
+        return self.amount
 
     def whole(self, sizes: Mapping[str, int]) -> int:
         """Bytes of the whole tensor of one group, rounded."""
-        if self.op == "all_reduce":
+        if self.op in SEEN:
             return self.amount * self.itemsize
         size = span(self.axis, sizes)[0]
         return round(self.amount * size / max(1, size - 1))
 
     def received(self, sizes: Mapping[str, int]) -> int:
         """Bytes that a backend without sums of its own receives into, beside the tensors that it is given."""
+        if self.op == "reduce":
+            return 0 if self.to else span(self.axis, sizes)[0] * self.whole(sizes)
         return self.whole(sizes) if self.op in ("all_reduce", "reduce_scatter") else 0
+
+
+SEEN = ("all_reduce", "broadcast", "reduce")
+"""Collectives whose tensors are seen. A rank sends of them by its place, maybe nothing."""
 
 
 def span(axis: str, sizes: Mapping[str, int]) -> tuple[int, int]:
@@ -107,9 +120,9 @@ class _Tap(Ledger):
         self.message = Message(axis, kind, op, nbytes, 1)
         self.number = self.listener.send(self.message)
 
-    def summed(self, tensor: Tensor) -> None:
-        """The last message sums this tensor."""
-        self.message = self.message._replace(amount=tensor.numel(), itemsize=tensor.element_size())
+    def seen(self, tensor: Tensor, to: int = 0) -> None:
+        """The last message is of this tensor."""
+        self.message = self.message._replace(amount=tensor.numel(), itemsize=tensor.element_size(), to=to)
         self.listener.amend(self.number, self.message)
 
 
@@ -128,8 +141,19 @@ class _Channel(DryChannel):
         self.tap = tap
 
     def all_reduce(self, slot: int, tensor: Tensor) -> Pending:
-        self.tap.summed(tensor)
+        self.tap.seen(tensor)
         return super().all_reduce(slot, tensor)
+
+    def broadcast(self, slot: int, tensor: Tensor, source: int) -> Pending:
+        self.tap.seen(tensor)
+        return super().broadcast(slot, tensor, source)
+
+    def all_to_all(
+        self, slot: int, out: Tensor, inp: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
+    ) -> Pending:
+        if self.tap.message.op == "reduce":
+            self.tap.seen(inp, next((rank for rank, count in enumerate(in_splits) if count), 0))
+        return super().all_to_all(slot, out, inp, out_splits, in_splits)
 
     def driven(self, steps: Steps) -> Steps:
         """The results are there at once; that somebody waits for them is noted all the same."""

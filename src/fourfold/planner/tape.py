@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fourfold.planner.recorder import AFTER, BEFORE
+from fourfold.planner.recorder import AFTER, BEFORE, STILL
 from fourfold.planner.tap import Message
 
 Key = tuple[str, int, int]
@@ -60,7 +60,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Storage:
-    """Bytes of a storage, and the place of the weight whose gradient it is (None: it is none)."""
+    """Bytes of a storage, and the place of the weight whose gradient it is (None: it is none; STILL: any)."""
 
     nbytes: int
     gradient_of: int | None = None
@@ -117,7 +117,8 @@ class Tape:
             born_phase, born_place, ordinal, nbytes, tag, itemsize = self._plain["storages"][number]
             if kind == "+":
                 key = (phase, here, ordinal)
-                owner = {"block": here, "before": BEFORE, "after": AFTER}.get(gradients.get(number, ""))
+                homes = {"block": here, "before": BEFORE, "after": AFTER, "still": STILL}
+                owner = homes.get(gradients.get(number, ""))
                 self.storages[key] = Storage(nbytes, owner, tag == "mask")
                 unrolled.append(Event("+", key, number))
                 continue

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 from fourfold.placement.layout import Layout
 from fourfold.placement.rows import share
+from fourfold.placement.tensor import traffic
+from fourfold.placement.tensor.traffic import Line
 from fourfold.planner.network import Linear, Network
 from fourfold.wire import formulas
 
@@ -259,9 +261,16 @@ class Tolls:
 
     def _linear(self, linear: Linear, tokens: int, times: int, *, again: bool = True) -> Iterator[Toll]:
         inputs, outputs = linear.local(self.sizes, self.places)
-        forward = self._forward if again else lambda *about: [self._once(*about)]
-        yield from forward(linear.name, linear.contract, tokens * outputs, self.job.itemsize, times)
-        yield self._back(linear.name, linear.across, tokens * inputs, self.job.itemsize, times)
+        contract, output = (
+            Line(axis, self.sizes[axis], self.places[axis]) for axis in (linear.contract, linear.across)
+        )
+        itemsize = self.job.itemsize
+        found = traffic.product(tokens, inputs, outputs, contract=contract, output=output, itemsize=itemsize)
+        for one in found.forward:
+            about = linear.name, one.axis, one.payload // itemsize, itemsize, times
+            yield from self._forward(*about) if again else [self._once(*about)]
+        for one in found.backward:
+            yield self._back(linear.name, one.axis, one.payload // itemsize, itemsize, times)
 
     def _forward(self, where: str, axis: str, elements: int, itemsize: int, times: int) -> Iterator[Toll]:
         first = self._once(where, axis, elements, itemsize, times)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,7 @@ from fourfold.placement.block import tensors
 from fourfold.placement.membership import members
 from fourfold.placement.refusals import PlacementError
 from fourfold.placement.selective import recompute_attention
+from fourfold.placement.tensor.between import way_of
 from fourfold.placement.tensor.rehearsal import Stage
 from fourfold.placement.tensor.split import Split, divide, rehearsed
 from fourfold.plan.grid import Grid
@@ -53,7 +55,8 @@ class Settings:
         streams: dropout draws fourfold's masks (one byte an element), as in a placed model; else torch's own.
         real: with values and kernels.
         short: with no more than three of equal blocks.
-        grid: over which features are cut; the first rank's part is run. None: the whole model.
+        grid: over which features are cut, with the axes that a forward knows (`Between.inside`); the first rank's part
+            is run. None: the whole model.
     """
 
     rows: int
@@ -65,15 +68,23 @@ class Settings:
     grid: Grid | None = None
 
 
-def outline(subject: Subject, *, bucket: int = 0, apart: bool = True, itemsize: int = 1) -> dict[str, Any]:
-    """What the subject's model is, from one forward without values, as plain JSON."""
+def outline(
+    subject: Subject, *, bucket: int = 0, apart: bool = True, itemsize: int = 1, still: Set[str] = frozenset()
+) -> dict[str, Any]:
+    """What the subject's model is, from one forward without values, as plain JSON.
+
+    Args:
+        bucket, apart, itemsize, still: how weights are sorted into units, see `placement.membership.members`.
+    """
     model = _built(subject, real=False)
     anatomy = survey(model, subject.loss, subject.batch)
-    units = members(model, anatomy, lambda name, weight: "weights", bucket=bucket, apart=apart, itemsize=itemsize)
+    about: dict[str, Any] = {"bucket": bucket, "apart": apart, "itemsize": itemsize, "still": still}
+    units = members(model, anatomy, lambda name, weight: "weights", **about)
     return {
         "anatomy": dataclasses.asdict(anatomy),
         "units": [
-            [unit.name, list(unit.blocks), [list(weight) for weight in unit.weights], unit.outer] for unit in units
+            [unit.name, list(unit.blocks), [list(weight) for weight in unit.weights], unit.outer, unit.still]
+            for unit in units
         ],
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "inputs": _inputs(subject, model, anatomy.blocks),
@@ -117,8 +128,7 @@ def record(subject: Subject, anatomy: Anatomy, inputs: Mapping[str, str], settin
     weights = [[name, list(weight.shape), weight.requires_grad] for name, weight in model.named_parameters()]
     buffers = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
     # Who reads a block's weights outside of it (a penalty) would not find those of the blocks left out.
-    # Where time is cut, the first and the last block are not like the others: they cut it, and gather it.
-    alike = settings.grid is None or settings.grid.between == "copies"
+    alike = settings.grid is None or way_of(settings.grid).alike
     short = settings.short and alike and not anatomy.read_outside
     images = blocks.shorten(model, anatomy.blocks, inputs) if short else blocks.all_of(anatomy.blocks)
     recorder = Recorder()
@@ -140,7 +150,8 @@ def record(subject: Subject, anatomy: Anatomy, inputs: Mapping[str, str], settin
         for image in images:
             places.watch(image, model.get_submodule(image.path))
         _run(subject, model, batch, recorder, position, split)
-        gradients = _gradients(model, recorder, anatomy, images)
+        still = frozenset() if split is None else split.assembly.still
+        gradients = _gradients(model, recorder, anatomy, images, still)
     return {
         "rows": settings.rows,
         "segments": recorder.segments,
@@ -159,14 +170,16 @@ def local_shapes(subject: Subject, anatomy: Anatomy, grid: Grid) -> dict[str, An
     """What the first rank of a grid holds of every weight. To be called in a process of its own.
 
     Returns:
-        As plain JSON {"shapes": {name: shape}}, or {"refused": why}.
+        As plain JSON {"shapes": {name: shape}, "still": names of the weights that it alone holds the rows of}, or
+        {"refused": why}.
     """
     model = _built(subject, real=False)
     try:
-        split = divide(model, anatomy, dry_mesh({"x": grid.x, "y": grid.y}), grid)
+        split = divide(model, anatomy, dry_mesh(_axes(grid)), grid)
     except PlacementError as error:
         return {"refused": str(error)}
-    return {"shapes": {name: list(block.shape) for name, block in split.assembly.blocks().items()}}
+    shapes = {name: list(block.shape) for name, block in split.assembly.blocks().items()}
+    return {"shapes": shapes, "still": sorted(split.assembly.still)}
 
 
 def _split(subject: Subject, model: nn.Module, grid: Grid, settings: Settings, recorder: Recorder) -> Split:
@@ -180,7 +193,11 @@ def _split(subject: Subject, model: nn.Module, grid: Grid, settings: Settings, r
     real = dataclasses.replace(settings, real=True)
     batch = {name: _rows(tensor, real, dtype) for name, tensor in subject.batch.items()}  # rows may be cut, too
     stage = Stage.of(model, subject.loss, batch, anatomy.traced, dtype)
-    return rehearsed(stage, anatomy, tapped({"x": grid.x, "y": grid.y}, recorder), grid)
+    return rehearsed(stage, anatomy, tapped(_axes(grid), recorder), grid)
+
+
+def _axes(grid: Grid) -> dict[str, int]:
+    return {"x": grid.x, "y": grid.y, "z": grid.z}
 
 
 class _Unset(TorchFunctionMode):
@@ -267,15 +284,18 @@ def _run(
         recorder.phase = DONE
 
 
-def _gradients(model: nn.Module, recorder: Recorder, anatomy: Anatomy, images: list[blocks.Image]) -> list[list[Any]]:
-    """The storages of the gradients, each with where its weight belongs: "block", "before" or "after"."""
+def _gradients(
+    model: nn.Module, recorder: Recorder, anatomy: Anatomy, images: list[blocks.Image], still: Set[str]
+) -> list[list[Any]]:
+    """The storages of the gradients, each with where its weight belongs: "still", "block", "before" or "after"."""
     late = set(anatomy.after)
     found: dict[int, str] = {}
     for name, weight in model.named_parameters():
         number = recorder.number(weight.grad) if weight.grad is not None else None
         if number is not None:
             inside = any(name.startswith(f"{image.path}.") for image in images)
-            found[number] = "block" if inside else "after" if name in late else "before"
+            home = "block" if inside else "after" if name in late else "before"
+            found[number] = "still" if name in still else home
     return [list(entry) for entry in sorted(found.items())]
 
 

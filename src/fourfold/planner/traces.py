@@ -38,7 +38,7 @@ class Traces:
         """Why cheaper ways did not run."""
         self._outline: dict[str, Any] | None = None
         self._way = 0
-        self._merged: dict[tuple[int, bool, int], list[Any]] = {}
+        self._sorted: dict[tuple[Any, ...], list[Any]] = {}
         self._workspace: dict[Settings, list[int]] = {}
         self._pairs: dict[Settings, list[dict[str, Any]]] = {}
         self._tapes: dict[Settings, Tape] = {}
@@ -46,7 +46,7 @@ class Traces:
 
     @property
     def outline(self) -> dict[str, Any]:
-        """What the model is: "anatomy", and "units" as [name, blocks, [weight, shape, group], outer] in order.
+        """What the model is: "anatomy", and "units" as [name, blocks, [weight, shape, group], outer, still] in order.
 
         Raises:
             TraceError: it runs in no way.
@@ -65,15 +65,20 @@ class Traces:
         """Blocks, ties and order of use."""
         return restored(self.outline["anatomy"])
 
-    def units(self, bucket: int, apart: bool, itemsize: int) -> list[Any]:
-        """The placement's units, as in `outline`, with neighbours merged up to `bucket` bytes."""
-        if not bucket:
+    def units(self, bucket: int, apart: bool, itemsize: int, grid: Grid | None = None) -> list[Any]:
+        """The placement's units, as in `outline`, with neighbours merged up to `bucket` bytes.
+
+        Raises:
+            CutError: the model cannot be cut over the grid.
+        """
+        still = frozenset(() if grid is None else self._laid(grid)["still"])
+        if not bucket and not still:
             return self.outline["units"]
-        key = (bucket, apart, itemsize)
-        if key not in self._merged:
-            about: dict[str, Any] = {"bucket": bucket, "apart": apart, "itemsize": itemsize}
-            self._merged[key] = isolated(lambda: outline(self.subject, **about)["units"])
-        return self._merged[key]
+        key = (bucket, apart, itemsize, still)
+        if key not in self._sorted:
+            about: dict[str, Any] = {"bucket": bucket, "apart": apart, "itemsize": itemsize, "still": still}
+            self._sorted[key] = isolated(lambda: outline(self.subject, **about)["units"])
+        return self._sorted[key]
 
     def local(self, grid: Grid) -> dict[str, list[int]]:
         """Shape of what the first rank of a grid holds of every weight.
@@ -81,10 +86,13 @@ class Traces:
         Raises:
             CutError: the model cannot be cut so.
         """
+        return self._laid(grid)["shapes"]
+
+    def _laid(self, grid: Grid) -> dict[str, Any]:
         if grid not in self._local:
             anatomy = self.anatomy
             self._local[grid] = isolated(lambda: local_shapes(self.subject, anatomy, grid))
-        return _accepted(self._local[grid])["shapes"]
+        return _accepted(self._local[grid])
 
     def tape(self, settings: Settings) -> Tape:
         """The trace at these settings (`real` and `short` are chosen here: the cheapest way that runs).

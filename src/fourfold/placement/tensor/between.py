@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -12,16 +14,26 @@ from fourfold import randomness
 from fourfold.anatomy import Anatomy, Linear
 from fourfold.placement.cut import Cut
 from fourfold.placement.refusals import PlacementError
+from fourfold.placement.tensor import traffic
 from fourfold.placement.tensor.dealing import Dealing, vectors
 from fourfold.placement.tensor.executor import Executor, Switch
 from fourfold.placement.tensor.linears import Siblings
 from fourfold.placement.tensor.regions import on_first
 from fourfold.placement.tensor.rehearsal import Run
 from fourfold.placement.tensor.tables import TableExecutor
+from fourfold.placement.tensor.traffic import Ranks, Traffic
 from fourfold.plan.grid import Grid
 from fourfold.wire import Axis, Mesh
 
 Change = Callable[[Tensor], Tensor]
+
+
+class Lines(NamedTuple):
+    """Ranks along the axes that a linear sums over, that its outputs lie over, and that rows are cut over."""
+
+    contract: Ranks
+    output: Ranks
+    z: Ranks
 
 
 class Between(ABC):
@@ -31,10 +43,12 @@ class Between(ABC):
         mesh: this rank's, or a dry one.
         dealing: the cuts of all weights.
         anatomy: of the model.
-        tiles: products can be cut into chunks that travel; else why not, in words.
+        alike: the first and the last block do what the others do.
+        untiled: why products cannot be cut into chunks that travel, in words; empty if they can.
     """
 
-    tiles: bool | str = True
+    alike = True
+    untiled = ""
 
     def __init__(self, mesh: Mesh, dealing: Dealing) -> None:
         self.mesh, self.dealing, self.anatomy = mesh, dealing, dealing.anatomy
@@ -43,6 +57,24 @@ class Between(ABC):
     def seen(cls, anatomy: Anatomy) -> Anatomy:
         """The anatomy with the axes as this way has them."""
         return anatomy
+
+    @classmethod
+    def inside(cls, grid: Grid) -> Grid:
+        """The grid as a forward and backward know it: without the axes over which only whole units travel."""
+        return dataclasses.replace(grid, z=1, copies=1)
+
+    @classmethod
+    def traffic(cls, lines: Lines, tokens: int, features: int, outputs: int, itemsize: int) -> Traffic:
+        """What a linear sends in one micro-batch, in closed form; weights that travel whole are not in it.
+
+        Args:
+            lines: the axes as a linear sees them.
+            tokens: of this rank of z and data.
+            features, outputs: of the whole layer, dealt evenly.
+        """
+        contract, output = lines.contract, lines.output
+        here = features // contract.size, outputs // output.size
+        return traffic.product(tokens, *here, contract=contract, output=output, itemsize=itemsize)
 
     @classmethod
     def example(cls, batch: Mapping[str, Tensor], grid: Grid) -> Mapping[str, Tensor]:
@@ -130,6 +162,11 @@ class Between(ABC):
             raise PlacementError(
                 f"{experts}: {algorithm} does not deal the tokens of experts; choose algorithm: {other}"
             )
+
+
+def way_of(grid: Grid) -> type[Between]:
+    """The class that a grid names."""
+    return importlib.import_module(f"fourfold.placement.tensor.{grid.between}").Way
 
 
 class EdgeExecutor(Executor):

@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from fourfold import randomness
 from fourfold.anatomy import Linear
 from fourfold.placement.refusals import PlacementError
-from fourfold.placement.tensor.between import Between
+from fourfold.placement.tensor.between import Between, Lines
+from fourfold.placement.tensor import traffic
 from fourfold.placement.tensor.dealing import Dealing
 from fourfold.placement.tensor.executor import Executor, Switch
 from fourfold.placement.tensor.linears import Siblings
 from fourfold.placement.tensor.regions import on_first
 from fourfold.placement.tensor.rehearsal import Run
+from fourfold.placement.tensor.traffic import Traffic
 from fourfold.plan.grid import Grid
 from fourfold.torch_private import map_leaves
 from fourfold.wire import Axis, Mesh, ops
@@ -68,9 +70,19 @@ class Cube:
 class Way(Between):
     """Batch rows lie over the axis over which features do not."""
 
+    alike = False
+
     def __init__(self, mesh: Mesh, dealing: Dealing) -> None:
         super().__init__(mesh, dealing)
         self.cube = Cube(mesh["y"], mesh["x"])
+
+    @classmethod
+    def traffic(cls, lines: Lines, tokens: int, features: int, outputs: int, itemsize: int) -> Traffic:
+        """Rows gathered over the axis of the outputs, sums scattered over that of the inputs."""
+        contract, output = lines.contract, lines.output
+        here = features // contract.size, outputs // output.size
+        about: dict[str, Any] = {"contract": contract, "output": output, "itemsize": itemsize}
+        return traffic.product(tokens, *here, **about, sequence=True, keep=True)
 
     @classmethod
     def example(cls, batch: Mapping[str, Tensor], grid: Grid) -> Mapping[str, Tensor]:

@@ -17,13 +17,16 @@ from fourfold import randomness
 from fourfold.anatomy import Anatomy, Linear
 from fourfold.placement.cut import Cut, Share
 from fourfold.placement.refusals import PlacementError
-from fourfold.placement.tensor.between import Between
+from fourfold.placement.tensor.between import Between, Lines
+from fourfold.placement.tensor import traffic
 from fourfold.placement.tensor.dealing import Dealing
 from fourfold.placement.tensor.executor import Switch
 from fourfold.placement.tensor.linears import Siblings
 from fourfold.placement.tensor.rehearsal import Run
 from fourfold.placement.tensor.summa import summa
 from fourfold.placement.tensor.tables import TableExecutor
+from fourfold.placement.tensor.traffic import Traffic
+from fourfold.plan.grid import Grid
 from fourfold.wire import Axis, ops
 from fourfold.wire.formulas import shares
 
@@ -47,7 +50,19 @@ _TABLES = ("linears", "embeddings", "norms", "raw", "whole")
 class Way(Between):
     """Linears between features over y and features over y are SUMMA's."""
 
-    tiles = "2d and 2.5d cut every product into panels, which travel while others are multiplied"
+    untiled = "2d and 2.5d cut every product into panels, which travel while others are multiplied"
+
+    @classmethod
+    def inside(cls, grid: Grid) -> Grid:
+        """Panels of weights travel over z."""
+        return dataclasses.replace(grid, copies=1)
+
+    @classmethod
+    def traffic(cls, lines: Lines, tokens: int, features: int, outputs: int, itemsize: int) -> Traffic:
+        """Panels of the input and the output's gradient over y, of weights and their gradients over z."""
+        across = lines.contract if lines.contract.name == "y" else lines.output
+        here = outputs // across.size
+        return traffic.summa(tokens, features, here, rows=lines.z, features=across, itemsize=itemsize)
 
     def siblings(self, linear: Linear, modules: Sequence[nn.Module], about: Mapping[str, Any]) -> Siblings:
         """One broadcast of the input for all."""

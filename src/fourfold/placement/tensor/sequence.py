@@ -84,6 +84,8 @@ class Time:
 class Way(Between):
     """Time lies over y between a block's linears."""
 
+    alike = False
+
     def __init__(self, mesh: Mesh, dealing: Dealing) -> None:
         super().__init__(mesh, dealing)
         self.time = Time(mesh["y"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from fourfold.ledger import Ledger
 from fourfold.placement.refusals import PlacementError
 from fourfold.placement.tensor import rehearsal
 from fourfold.placement.tensor.assembly import Assembly
-from fourfold.placement.tensor.between import Between
+from fourfold.placement.tensor.between import Between, way_of
 from fourfold.placement.tensor.dealing import Dealing, deal_weights
 from fourfold.placement.tensor.layers import refuse_holders, refuse_layers
 from fourfold.placement.tensor.regions import LossScope, RootExecutor
@@ -238,10 +237,9 @@ def divide(model: nn.Module, anatomy: Anatomy, mesh: Mesh, grid: Grid, tuning: T
                 "the table or at all lookups; set them to None and False, or leave out plan.placement.tensor"
             )
     refuse_holders(model, anatomy)
-    way: type[Between] = importlib.import_module(f"fourfold.placement.tensor.{grid.between}").Way
-    tuning = tuning or Tuning()
-    if tuning.chunks > 1 and way.tiles is not True:
-        raise PlacementError(f"plan.placement.chunks: expected 1, found {tuning.chunks}: {way.tiles}; leave it out")
+    way, tuning = way_of(grid), tuning or Tuning()
+    if tuning.chunks > 1 and way.untiled:
+        raise PlacementError(f"plan.placement.chunks: expected 1, found {tuning.chunks}: {way.untiled}; leave it out")
     anatomy = way.seen(anatomy)
     split = Split(anatomy, mesh, deal_weights(model, anatomy, grid), way, tuning)
     split.takeover.between.share(split.dealing, model)
