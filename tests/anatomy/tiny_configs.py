@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anatomy.tiny_settings import BESIDE, CALLS, MODELS, OVERRIDES
+from anatomy.tiny_settings import BESIDE, CALLS, EMBEDDED, MODELS, OVERRIDES
 
 SIZES: tuple[tuple[str, int | None], ...] = (
     ("num_hidden_layers|n_layers?|num_layers|depth", 2),
@@ -77,7 +77,10 @@ def build(config: type) -> nn.Module:
     last: Exception | None = None
     for way in WAYS:
         try:
-            return _model_class(config)._from_config(tiny(config), **way).train()
+            model = _model_class(config)._from_config(tiny(config), **way)
+            if config.__name__ in EMBEDDED:
+                model.embedded = nn.Embedding(48, model.config.hidden_size)
+            return model.train()
         except (TypeError, ValueError) as error:
             last = error
     assert last is not None

@@ -53,7 +53,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "n_recurrent_layers": 2,
         "n_output_layers": 1,
     },
-    "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"]},
+    "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
+    "MuseGlimmerAssistantConfig": {"target_layer_ids": [0, 1]},
     "Dots3NoteVisionConfig": {
         "adapter_in_dim": 64,
         "mlp_layer_types": ["dense", "sparse"],
@@ -113,6 +114,9 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 """What a configuration of a larger model sets on this one after it is made."""
 
+EMBEDDED = ("DeepseekOcr2VisionEncoderConfig", "MuseGlimmerAssistantConfig")
+"""Inner models that are given the features of another: a table of words stands for it."""
+
 MODELS = {
     "Ernie4_5_VL_MoeTextConfig": "Ernie4_5_VL_MoeTextModel",
     "Ernie4_5_VL_MoeVisionConfig": "Ernie4_5_VL_MoeVisionTransformerPretrainedModel",
@@ -138,8 +142,10 @@ CALLS: dict[str, Callable[[Any, Tensor], Any]] = {
     "Qwen3OmniMoeTalkerTextConfig": lambda model, words: model(inputs_embeds=model.codec_embedding(words)),
     "Qwen3OmniMoeTalkerCodePredictorConfig": lambda model, words: model(inputs_embeds=model.codec_embedding[0](words)),
     "VoxtralRealtimeTextConfig": lambda model, words: model(words, t_cond=_pixels(words, 1, 64)),
-    "T5Gemma2DecoderConfig": lambda model, words: model(words, encoder_hidden_states=_pixels(words, 5, 64)),
-    "DeepseekOcr2VisionEncoderConfig": lambda model, words: model(_pixels(words, 6, 64), 3),
+    "T5Gemma2DecoderConfig": lambda model, words: model(words, encoder_hidden_states=model.embed_tokens(words)),
+    "DeepseekOcr2VisionEncoderConfig": lambda model, words: model(model.embedded(words), 3),
+    "MuseGlimmerAssistantConfig": lambda model, words: model(model.embedded(words), _pixels(words, 3, 128)),
+    "Llama4Config": lambda model, words: model(words, pixel_values=_pixels(words, 3, 8, 8)),
     "Llama4VisionConfig": lambda model, words: model(_pixels(words, 3, 8, 8)),
     "Gemma4VisionConfig": lambda model, words: model(_pixels(words, 16, 12), _pixels(words, 16, 2).long()),
     "MuseGlimmerVisionConfig": lambda model, words: _patches(model, words, 3 * 2 * 4, "pixel_values"),
