@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from anatomy.tiny_settings import BESIDE, CALLS, EMBEDDED, MODELS, OVERRIDES
+
 SIZES: tuple[tuple[str, int | None], ...] = (
     ("num_hidden_layers|n_layers?|num_layers|depth", 2),
     ("hidden_size|n_embd|dim|d_model", 64),
@@ -38,31 +40,6 @@ SIZES: tuple[tuple[str, int | None], ...] = (
 EVEN_IF_NONE = ("num_key_value_heads", "head_dim", "num_hidden_layers")
 KINDS = ("layer_types", "mlp_layer_types", "layers_block_type")
 """One entry a layer."""
-
-OVERRIDES: dict[str, dict[str, Any]] = {
-    "DeepseekV2Config": {"num_experts_per_tok": 2, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
-    "DiffusionGemmaTextConfig": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24},
-    "Dots1Config": {
-        "n_shared_experts": 1,
-        "n_routed_experts": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-    },
-    "EsmcConfig": {"num_key_value_heads": 4},
-    "Gemma3nTextConfig": {
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_kv_shared_layers": 2,
-        "activation_sparsity_pattern": [0.0] * 4,
-        "intermediate_size": [96] * 4,
-    },
-    "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
-    "Qwen3OmniMoeTalkerTextConfig": {"shared_expert_intermediate_size": 24},
-    "Step3p7TextConfig": {"sliding_window": 4},
-}
-"""What some architectures need beside."""
 
 WAYS = (
     {"attn_implementation": "sdpa", "experts_implementation": "eager"},
@@ -100,7 +77,10 @@ def build(config: type) -> nn.Module:
     last: Exception | None = None
     for way in WAYS:
         try:
-            return _model_class(config)._from_config(tiny(config), **way).train()
+            model = _model_class(config)._from_config(tiny(config), **way)
+            if config.__name__ in EMBEDDED:
+                model.embedded = nn.Embedding(48, model.config.hidden_size)
+            return model.train()
         except (TypeError, ValueError) as error:
             last = error
     assert last is not None
@@ -128,7 +108,10 @@ def tiny(config: type) -> Any:
             **rope,
             "mrope_section": [half // 4, half * 3 // 8, half - half // 4 - half * 3 // 8],
         }
-    return config(**{**settings, **OVERRIDES.get(config.__name__, {})})
+    made = config(**{**settings, **OVERRIDES.get(config.__name__, {})})
+    for name, value in BESIDE.get(config.__name__, {}).items():
+        setattr(made, name, value)
+    return made
 
 
 def _shrunk(default: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,6 +137,8 @@ def _model_class(config: type) -> Any:
         except (KeyError, ValueError):
             continue
     module = importlib.import_module(config.__module__.replace("configuration_", "modeling_"))
+    if config.__name__ in MODELS:
+        return getattr(module, MODELS[config.__name__])
     own = [kind for kind in vars(module).values() if getattr(kind, "config_class", None) is config]
     return next(kind for kind in own if "forward" in vars(kind))
 
@@ -164,12 +149,14 @@ def batch() -> dict[str, Tensor]:
 
 
 def loss(model: nn.Module) -> Callable[[nn.Module, Mapping[str, Tensor]], tuple[Tensor, int]]:
-    """Calls the model with words, and sums what it returns."""
+    """Calls the model with words, or with what it takes instead, and sums what it returns."""
     takes = inspect.signature(model.forward).parameters
     extra = {"use_cache": False} if {"use_cache", "kwargs"} & set(takes) else {}
+    call = CALLS.get(type(model.config).__name__)  # type: ignore[union-attr]
 
     def total(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
-        output = model(input_ids=batch["inputs"], **extra)
+        words = batch["inputs"]
+        output = call(model, words) if call else model(input_ids=words, **extra)
         logits = getattr(output, "logits", None)
         return (logits if logits is not None else output[0]).float().sum(), 1
 

@@ -8,7 +8,7 @@ features a head keeps together and what is packed side by side. Nothing here kno
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fourfold.anatomy.roles import Dropout, Linear, Norm, Raw, Roles, Trouble, Whole
 from fourfold.anatomy.spread import Segment, Spread, aligned, fresh
@@ -55,6 +55,7 @@ class Reading:
             number: View(name, tuple(range(len(subject.sizes[name]))))
             for number, name in subject.transcript.parameters.items()
         }
+        self._windows: dict[int, tuple[Ref, list[Any]]] = {}
         self._readers: dict[int, list[str]] = {}
         self._units: dict[str, int] = {}
         self._cuts: dict[str, set[int]] = {}
@@ -90,6 +91,15 @@ class Reading:
     def put_view(self, ref: Ref, view: View) -> None:
         """From here on this tensor is a view of a parameter."""
         self._views[ref.number] = view
+
+    def put_window(self, ref: Ref, base: Ref, steps: list[Any]) -> None:
+        """This tensor is what numbers and slices take of another: what is written to it is written there."""
+        if all(isinstance(step, (int, slice)) for step in steps):
+            self._windows[ref.number] = (base, steps)
+
+    def window(self, ref: Ref) -> tuple[Ref, list[Any]] | None:
+        """The tensor of which this is a part, and which part."""
+        return self._windows.get(ref.number)
 
     def trouble(self, op: Op, line: str, spreads: Iterable[Spread | None] = ()) -> None:
         """Note what cannot be split."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fourfold.anatomy.reading import Reading, View, flow, joined, matched
-from fourfold.anatomy.spread import Atom, Spread, cut, dropped, permuted, plain, reshaped, single
+from fourfold.anatomy.spread import Atom, Spread, aligned, cut, dropped, permuted, plain, reshaped, single
 from fourfold.anatomy.transcript import Op, Ref, is_ref
 
 
@@ -134,9 +134,12 @@ def index(reading: Reading, op: Op) -> None:
     """`x[…]` with numbers, slices, None, … and tensors."""
     x, results = op.operands[0], op.results
     spread, view = reading.spread(x), reading.view(x)
-    if not results or (spread is None and view is None):
+    if not results:
         return
     steps = _steps(op.args[1], x.shape)
+    reading.put_window(results[0], x, steps)
+    if spread is None and view is None:
+        return
     dims: list[int | None] = []
     piece = spread
     looked_up = [at for at, step in enumerate(steps) if isinstance(step, Ref)]
@@ -243,6 +246,56 @@ def _check_parts(reading: Reading, op: Op, lead: Spread, parts: Sequence[Ref], d
             reading.joins(view, lead, part.shape)
 
 
+def copied(reading: Reading, op: Op) -> None:
+    """`a.copy_(b)` into all of a tensor, or, as `a[…].copy_(b)` and `a[…] = b` do, into a part of one."""
+    target, value = op.operands[0], op.operands[-1]
+    if op.name == "__setitem__":
+        base, steps = target, _steps(op.args[1], target.shape)
+        shape = _shape_of(steps, base.shape)
+    else:
+        base, steps = reading.window(target) or (target, [slice(None)] * len(target.shape))
+        shape = target.shape
+    given = reading.spread(value)
+    if given is None or shape is None:
+        return
+    part = aligned(given, shape)
+    kept = [dim for step, dim in zip(steps, _numbered(steps), strict=True) if isinstance(step, slice)]
+    if part is None:
+        if given.axis is not None:
+            reading.trouble(op, f"cannot follow features over {given.axis} through {op.name}", [given])
+        return
+    dims = [plain(size) for size in base.shape]
+    for atoms, size, dim in zip(part.dims, shape, kept, strict=True):
+        if dim is not None:
+            dims[dim] = atoms if size == base.shape[dim] else _longer(atoms, base.shape[dim])
+    before = reading.spread(base)
+    written = Spread(part.axis, tuple(dims), part.sources if shape == base.shape else frozenset())
+    cut_here = part.dim is not None and kept[part.dim] is not None and shape[part.dim] != base.shape[kept[part.dim]]
+    if part.axis is not None and cut_here:
+        reading.trouble(op, f"puts features over {part.axis} side by side", [part])
+    reading.keep(part)
+    if before is not None and before.axis is not None and part.axis is not None and before.axis != part.axis:
+        reading.trouble(op, f"{op.name} joins features over x with features over y", [before, part])
+    if before is None or (before.axis is None and part.axis is not None):
+        reading.put(base, written)
+
+
+def _longer(atoms: tuple[Atom, ...], size: int) -> tuple[Atom, ...]:
+    """A dim of which these atoms are a part."""
+    return (Atom(size, atoms[-1].stride if atoms else 0),) if size > 1 else ()
+
+
+def _shape_of(steps: list[Any], shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Of what numbers and slices take of a tensor of this shape; None if tensors look it up."""
+    sizes = []
+    for step, dim in zip(steps, _numbered(steps), strict=True):
+        if isinstance(step, slice) and dim is not None:
+            sizes.append(len(range(*step.indices(shape[dim]))))
+        elif not isinstance(step, int):
+            return None
+    return tuple(sizes)
+
+
 def expand(reading: Reading, op: Op) -> None:
     """`expand`, `broadcast_to`: as in a join with something of the new shape."""
     x = op.operands[0]
@@ -281,4 +334,5 @@ HANDLERS = {
     **dict.fromkeys(NEWS, new),
     **dict.fromkeys(("view_as_complex", "view_as_real"), pairs),
     "__getitem__": index,
+    **dict.fromkeys(("copy", "__setitem__"), copied),
 }

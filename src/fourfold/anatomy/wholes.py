@@ -56,7 +56,7 @@ class _Search:
         self.subject = Subject(transcript, norms, blocks, sizes)
         self.patterns: dict[str, list[str]] = {}
         for path in self.modules:
-            self.patterns.setdefault(_pattern(path), []).append(path)
+            self.patterns.setdefault(self._alike(path), []).append(path)
         self.costs = {
             path: 1 + sum(weight.numel() for weight in module.parameters()) for path, module in self.modules.items()
         }
@@ -93,6 +93,10 @@ class _Search:
         assert best is not None
         return best[2]
 
+    def _alike(self, path: str) -> str:
+        """The same for modules of one class in all blocks, and in all experts."""
+        return f"{_pattern(path)}:{type(self.modules[path]).__qualname__}"
+
     def _read(self, choice: Choice) -> _Read:
         whole = {path: output for pattern, output in choice for path in self.patterns[pattern]}
         reading = Reading(self.subject, whole, HANDLERS)
@@ -100,7 +104,7 @@ class _Search:
 
     def _candidates(self, trouble: Trouble, read: _Read, bare: bool) -> Iterator[tuple[str, str | None]]:
         paths = {path for path in self._involved(trouble, read) if self._may_be_whole(path)}
-        for pattern in dict.fromkeys(_pattern(path) for path in sorted(paths)):
+        for pattern in dict.fromkeys(self._alike(path) for path in sorted(paths)):
             for output in _outputs(self.modules[self.patterns[pattern][0]], bare):
                 yield pattern, output
 
@@ -141,7 +145,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _pattern(path: str) -> str:
-    """The same for all blocks, and for all experts."""
+    """A path without the numbers of blocks and experts."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
 
 
