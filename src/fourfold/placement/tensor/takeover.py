@@ -18,6 +18,8 @@ from fourfold.placement.tensor.heads import Counts, Patch, patches
 from fourfold.placement.tensor.linears import ConvolutionExecutor, LinearExecutor
 from fourfold.placement.tensor.norms import GroupExecutor, NormExecutor
 from fourfold.placement.tensor.regions import WholeExecutor, extents
+from fourfold.placement.tensor.resplit import Lying, Resplit, ResplitExecutor, RootExecutor
+from fourfold.placement.tensor.rowwise import Rowwise
 from fourfold.wire import Mesh
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -34,6 +36,7 @@ class Takeover:
         between: what becomes of rows and time between linears.
         overlap: sums of input gradients travel while weight gradients are computed.
         widths: of modules that run whole, how many features go in and come out.
+        rowwise: of those of them that are computed by rows, and of the model (""), where the rows are.
         switch: whether weights are blocks just now.
     """
 
@@ -43,6 +46,7 @@ class Takeover:
     between: Between
     overlap: bool
     widths: Mapping[str, tuple[int, int]]
+    rowwise: Mapping[str, Rowwise] = field(default_factory=dict)
     switch: Switch = field(default_factory=Switch)
     _patches: list[Patch] = field(default_factory=list)
 
@@ -56,10 +60,15 @@ class Takeover:
         for module in model.modules():
             if isinstance(module, nn.Embedding):
                 self.between.table(module, self.dealing.cuts[names[id(module.weight)]], self.switch)
+        resplit = Resplit(self.mesh["x"], self.mesh["y"])
         for path, whole in self.anatomy.whole.items():
             axis = self.between.axis(whole.inputs)
-            if axis.size > 1 or self.between.axis(whole.output).size > 1:
+            if path in self.rowwise:
+                self._attach_resplit(model, path, resplit)
+            elif axis.size > 1 or self.between.axis(whole.output).size > 1:
                 self._attach_whole(model, path)
+        if self.rowwise:
+            RootExecutor(self.switch, model, self.rowwise[""], resplit)
         for patch in self._patches:
             patch.apply(split=True)
 
@@ -158,6 +167,17 @@ class Takeover:
         dealt = None if self.between.axis(whole.output).size == 1 else self.dealing.evenly(made, whole.output or "")
         axes = self.between.axis(whole.inputs), self.between.axis(whole.output)
         WholeExecutor(self.switch, model.get_submodule(path), axes[0], share, axes[1], dealt)
+
+    def _attach_resplit(self, model: nn.Module, path: str, resplit: Resplit) -> None:
+        whole = self.anatomy.whole[path]
+        given, made = (
+            None
+            if name is None or self.mesh[name].size == 1
+            else Lying(self.mesh[name], extents(self.dealing.evenly(width, name)))
+            for name, width in zip((whole.inputs, whole.output), self.widths[path], strict=True)
+        )
+        about = self.rowwise[path], resplit, given, made, self.mesh.over("x", "y")
+        ResplitExecutor(self.switch, model.get_submodule(path), path, *about)
 
     def be(self, *, split: bool) -> None:
         """Compute on blocks, or be the plain model."""
