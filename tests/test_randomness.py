@@ -17,6 +17,7 @@ from fourfold.randomness import (
     Layout,
     Position,
     RandomnessError,
+    Window,
     at,
     bits,
     current,
@@ -208,6 +209,20 @@ def test_a_tensor_without_rows_has_one_mask_everywhere():
             return torch.ops.fourfold.dropout(torch.ones(3, 50), 0.3, "s")[1]
 
     assert torch.equal(mask(0, 4), mask(2, 2)) and torch.equal(mask(0, 4), mask(7, 1))
+
+
+@pytest.mark.parametrize("parts", [2, 3, 7])
+def test_windows_of_the_rows_draw_what_the_whole_draws(parts: int):
+    """As even as can be, the first ones with a row more: together they are the mask of all rows."""
+    position = Position(9, 2, 3, 7)
+
+    def mask(window: Window | None, rows: int) -> Tensor:
+        with at(position if window is None else position._replace(windows={"s": window})):
+            return torch.ops.fourfold.dropout(torch.ones(rows, 50), 0.3, "s")[1]
+
+    sizes = [7 // parts + (part < 7 % parts) for part in range(parts)]
+    found = [mask(Window(part, parts), rows) for part, rows in enumerate(sizes)]
+    assert torch.equal(torch.cat(found), mask(None, 7))
 
 
 def test_where_rows_cannot_be_told_every_part_draws_its_own():

@@ -10,6 +10,7 @@ from torch.nn import functional
 from fourfold import wire
 from fourfold.ledger import Flow
 from fourfold.wire import formulas, ops
+from fourfold.wire.errors import UsageError
 
 SIZES = (1, 2, 3, 4)
 UNEVEN = {1: (4,), 2: (3, 1), 3: (1, 4, 0), 4: (2, 0, 3, 1), 5: (1, 2, 0, 5, 3)}
@@ -184,6 +185,46 @@ def test_forward_and_backward_cost_what_the_formulas_say(size: int, even: bool, 
                 op, flow = cost[half]
                 want[Flow("y", kind, op)] = flow
         assert metered == want
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize("dims", [(0, -1), (-1, 0), (1, 2)])
+def test_a_trade_moves_every_element_once_and_its_backward_moves_it_back(size: int, dims: tuple[int, int]) -> None:
+    """From a part of one dim to a part of another, both uneven; bytes are those of the all-to-all."""
+    cuts, joins, (cut, joined) = UNEVEN[size], UNEVEN[size][::-1], dims
+    shape = [2, 2, 2]
+    shape[cut], shape[joined] = sum(cuts), sum(joins)
+    whole = draw(*shape)
+
+    def body(axis: wire.Axis) -> None:
+        mine = whole.split(list(joins), joined)[axis.index].clone().requires_grad_()
+        found = ops.trade(mine, axis, cut=cut, joined=joined, cuts=cuts, joins=joins)
+        assert torch.equal(found, whole.split(list(cuts), cut)[axis.index])
+        row = mine.numel() // sum(cuts) * 8
+        sent = {Flow("y", "activation", "all_to_all"): formulas.all_to_all([row * n for n in cuts], axis.index)}
+        assert {flow: one.bytes for flow, one in axis.ledger.traffic().items()} == sent
+        (found * whole.cos().split(list(cuts), cut)[axis.index]).sum().backward()
+        assert mine.grad is not None
+        assert torch.equal(mine.grad, whole.cos().split(list(joins), joined)[axis.index])
+        row = found.numel() // sum(joins) * 8
+        sent[Flow("y", "activation-gradient", "all_to_all")] = formulas.all_to_all([row * n for n in joins], axis.index)
+        assert {flow: one.bytes for flow, one in axis.ledger.traffic().items()} == sent
+
+    on(size, body)
+
+
+def test_a_trade_checks_its_sizes() -> None:
+    def body(axis: wire.Axis) -> None:
+        x = draw(4, 3)
+        for about in (
+            {"cut": 0, "joined": 0, "cuts": (2, 2), "joins": (4, 4)},
+            {"cut": 0, "joined": 1, "cuts": (2, 1), "joins": (3, 3)},
+            {"cut": 0, "joined": 1, "cuts": (2, 2), "joins": (2, 3) if axis.index == 0 else (3, 2)},
+        ):
+            with pytest.raises(UsageError):
+                ops.trade(x, axis, **about)  # pyright: ignore[reportArgumentType]
+
+    on(2, body)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -100,10 +100,13 @@ class Anatomy:
 Loss = Callable[[nn.Module, Any], Any]
 
 
-def survey(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor]) -> Anatomy:
+def survey(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], whole: Sequence[str] = ()) -> Anatomy:
     """Run `loss(model, batch)` once on a twin of the model in training mode, cheaply if its code allows it.
 
     If it has dropouts, it may run once more with other rows, to see where rows lie in the tensors dropped from.
+
+    Args:
+        whole: modules that are to run whole, whatever could be split in them: paths, in which `*` stands for anything.
 
     Raises:
         AnatomyError: the forward runs neither on meta nor on fake nor on real tensors.
@@ -113,7 +116,7 @@ def survey(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor]) -> Anatomy
     last: Exception | None = None
     for attempt in twins(model, _enough_rows(model, batch), _real):
         try:
-            return _run_as_needed(attempt, loss, tuple(failures))
+            return _run_as_needed(attempt, loss, tuple(failures), tuple(whole))
         except RandomnessError:  # a dropout that cannot follow the rows: no other tensors would change that
             raise
         except Exception as error:  # any operator may refuse meta or fake tensors, each in its own way
@@ -148,21 +151,21 @@ class _Reads(dispatch_mode()):
         return func(*args, **(kwargs or {}))
 
 
-def _run_as_needed(attempt: Twin, loss: Loss, failures: tuple[str, ...]) -> Anatomy:
+def _run_as_needed(attempt: Twin, loss: Loss, failures: tuple[str, ...], whole: tuple[str, ...]) -> Anatomy:
     """With a graph, which without values costs nothing; with values only if something asks for gradients."""
     # Only with gradients do most models checkpoint themselves, and is it known where a batch norm's backward takes
     # statistics.
     grad = attempt.kind != "real" or _has_batch_norm(attempt.model) or _checkpoints(attempt.model)
     attempt = with_telling_rows(attempt)
     try:
-        return _run(attempt, loss, failures, grad=grad)
+        return _run(attempt, loss, failures, whole, grad=grad)
     except RuntimeError as error:
         if grad or not ("grad" in str(error) and "require" in str(error)):
             raise
-        return _run(attempt, loss, failures, grad=True)
+        return _run(attempt, loss, failures, whole, grad=True)
 
 
-def _run(attempt: Twin, loss: Loss, failures: tuple[str, ...], *, grad: bool) -> Anatomy:
+def _run(attempt: Twin, loss: Loss, failures: tuple[str, ...], whole: tuple[str, ...], *, grad: bool) -> Anatomy:
     model, calls = attempt.model, Calls()
     reads = _Reads(model, calls)
     rehearsal = Rehearsal(calls)
@@ -188,7 +191,7 @@ def _run(attempt: Twin, loss: Loss, failures: tuple[str, ...], *, grad: bool) ->
     before, after = _around(reads.times, found)
     paths = tuple(call.path for call in found)
     forward = Forward.of(rows_of(attempt.batch), rehearsal, paths)
-    roles = find_roles(model, transcript, paths)
+    roles = find_roles(model, transcript, paths, whole)
     named = zip(roles.dropouts, forward.sites, strict=True)
     rows = find(attempt, loss, forward, paths, grad=grad)
     return Anatomy(

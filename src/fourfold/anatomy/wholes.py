@@ -9,9 +9,10 @@ transcript. What is alike in all blocks is treated alike.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, product
 from typing import NamedTuple
 
 from torch import nn
@@ -37,9 +38,13 @@ class _Read(NamedTuple):
     feeds: Mapping[str, set[str]]
 
 
-def find(model: nn.Module, transcript: Transcript, blocks: tuple[str, ...]) -> Roles:
-    """The roles of a model's layers; `troubles` holds what no module that runs whole would prevent."""
-    search = _Search(model, transcript, blocks)
+def find(model: nn.Module, transcript: Transcript, blocks: tuple[str, ...], asked: Sequence[str] = ()) -> Roles:
+    """The roles of a model's layers; `troubles` holds what no module that runs whole would prevent.
+
+    Args:
+        asked: modules that run whole in any case: paths, in which `*` stands for anything.
+    """
+    search = _Search(model, transcript, blocks, asked)
     first = search.best(bare=False)
     if not first.troubles:
         return first
@@ -48,7 +53,7 @@ def find(model: nn.Module, transcript: Transcript, blocks: tuple[str, ...]) -> R
 
 
 class _Search:
-    def __init__(self, model: nn.Module, transcript: Transcript, blocks: tuple[str, ...]) -> None:
+    def __init__(self, model: nn.Module, transcript: Transcript, blocks: tuple[str, ...], asked: Sequence[str]) -> None:
         self.modules = dict(model.named_modules())
         norms = {path for path, module in self.modules.items() if _is_norm(module)}
         names = own_names(model)
@@ -57,6 +62,8 @@ class _Search:
         self.patterns: dict[str, list[str]] = {}
         for path in self.modules:
             self.patterns.setdefault(self._alike(path), []).append(path)
+        matching = (path for path in self.modules if any(fnmatchcase(path, one) for one in asked))
+        self.asked = list(dict.fromkeys(self._alike(path) for path in matching if self._may_be_whole(path)))
         self.costs = {
             path: 1 + sum(weight.numel() for weight in module.parameters()) for path, module in self.modules.items()
         }
@@ -64,7 +71,10 @@ class _Search:
     def best(self, *, bare: bool) -> Roles:
         """Uniform-cost search; the cost of a choice is the number of weights that every rank then holds."""
         order, tries = count(), 0
-        waiting: list[tuple[int, int, Choice, str, frozenset[str]]] = [(0, 0, (), "", frozenset())]
+        waiting: list[tuple[int, int, Choice, str, frozenset[str]]] = []
+        for outputs in product((None, "x", "y"), repeat=len(self.asked)):
+            choice = tuple(sorted(zip(self.asked, outputs, strict=True), key=str))
+            waiting.append((0, next(order), choice, "", frozenset()))
         best: tuple[int, int, Roles] | None = None
         seen: set[Choice] = set()
         while waiting and tries < TRIES:
@@ -144,11 +154,11 @@ def _is_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower()
 
 
-def _pattern(path: str) -> str:
-    """A path without the numbers of blocks and experts."""
+def alike(path: str) -> str:
+    """The same for all blocks, and for all experts."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
 
 
 def _kind(trouble: Trouble) -> str:
     """What is wrong, whichever block and axis it is in."""
-    return re.sub(r"\b(x|y|None)\b", "?", _pattern(trouble.where) + trouble.line.partition(":")[2])
+    return re.sub(r"\b(x|y|None)\b", "?", alike(trouble.where) + trouble.line.partition(":")[2])

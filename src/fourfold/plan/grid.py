@@ -18,6 +18,8 @@ class Grid:
         copies: replicas that the algorithm brings with it; they multiply `data`.
         between: what becomes of rows and time between linears: the name of a file of `placement.tensor` with a class
             `Way`.
+        by_rows: modules that nobody can split, by path, in which `*` stands for anything: each rank of x and y computes
+            them for its share of the batch rows, and not all of them for all rows.
     """
 
     x: int = 1
@@ -25,6 +27,7 @@ class Grid:
     z: int = 1
     copies: int = 1
     between: str = "copies"
+    by_rows: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -35,6 +38,17 @@ class Grid:
     def cuts_features(self) -> bool:
         """Some rank holds a part of the features only."""
         return self.x * self.y > 1
+
+
+def patterns(value: object) -> tuple[str, ...]:
+    """Paths of modules, as a plan's `by_rows` has them.
+
+    Raises:
+        ValueError: it is no list of text.
+    """
+    if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) and one for one in value):
+        raise ValueError(f"by_rows: expected a list of module paths (`*` stands for anything), found {value!r}")
+    return tuple(value)
 
 
 def nearest(sizes: Sequence[int], world: int, count: int = 2) -> list[tuple[int, ...]]:

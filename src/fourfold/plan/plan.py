@@ -92,7 +92,7 @@ class Placement:
             )
 
     def _take_grid(self, tensor: Technique) -> None:
-        for name, size in dataclasses.asdict(tensor.options).items():
+        for name, size in _sizes(tensor).items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise PlanError(f"plan.placement.tensor.{name}: expected a whole number of at least 1, found {size!r}")
         z = tensor.module.grid(tensor.options).z
@@ -251,7 +251,7 @@ class Plan:
         place = self.placement
         words = [f"data {place.data}"] if place.data > 1 or place.world == 1 else []
         if place.tensor is not None:
-            sizes = dataclasses.asdict(place.tensor.options)
+            sizes = _sizes(place.tensor)
             words.append(
                 " ".join(
                     [place.tensor.name.replace("_", "-"), *(f"{axis} {sizes[axis]}" for axis in sizes if axis != "z")]
@@ -269,6 +269,11 @@ class Plan:
         words += [f"gradient as {self.wire.gradient.name}"] if self.wire.gradient else []
         words += [self.sync.name] if self.sync.name != "bsp" else []
         return ", ".join(words)
+
+
+def _sizes(tensor: Technique) -> dict[str, Any]:
+    """Of a tensor algorithm's axes: all its options but which modules are computed by rows."""
+    return {name: value for name, value in dataclasses.asdict(tensor.options).items() if name != "by_rows"}
 
 
 def _known(where: str, settings: Mapping[str, Any], allowed: Any) -> None:

@@ -107,7 +107,8 @@ class Network:
         sequence: tokens of a row; 1 where rows are samples.
         heads, kv_heads, head: attention heads, those of keys and values, a head's width; 0 heads: no attention.
         norms: of a block; one more stands before the head.
-        statistics: values a token that a rank gives a norm over x, each way: 2 for LayerNorm (mean, variance), 1 for RMSNorm.
+        statistics: values a token that a rank gives a norm over x, each way: 2 for LayerNorm (mean, variance), 1
+            for RMSNorm.
         vocabulary: rows of embedding and head; 0: neither.
         positions: rows of learned positions.
         tied: embedding and head share their weight.

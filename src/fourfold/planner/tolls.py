@@ -4,7 +4,8 @@ A linear of K inputs and N outputs on M tokens of a data replica (Singh et al. 2
 rank sends): its weight is gathered over z, (z-1)/z KN/(xy), in forward and for backward; its output is summed over x,
 2(x-1)/x MN/(zy); its input gradient over y, 2(y-1)/y MK/(zx); its weight gradient is scattered over z and, once a step,
 summed over data. A transposed linear swaps x and y. What the formula leaves out has lines of its own: the statistics of
-norms on split features (one message each way), the sum behind the embedding, the head, and the loss on a split vocabulary.
+norms on split features, one message each way, the sum behind the embedding, the head, and the loss on a split
+vocabulary.
 
 Where sizes do not divide, ranks send different amounts: `at` says whose are counted.
 """

@@ -145,7 +145,7 @@ def record(subject: Subject, anatomy: Anatomy, inputs: Mapping[str, str], settin
         batch = {name: _rows(tensor, settings, dtype) for name, tensor in subject.batch.items()}
         position = randomness.Position(0, 0, 0, settings.rows, anatomy.layouts) if settings.streams else None
         if position is not None and split is not None:
-            position = position._replace(cuts=split.dropped)
+            position = position._replace(cuts=split.dropped, windows=split.windows)
         places = _Places(recorder, settings, len(images), position)
         for image in images:
             places.watch(image, model.get_submodule(image.path))
@@ -174,6 +174,8 @@ def local_shapes(subject: Subject, anatomy: Anatomy, grid: Grid) -> dict[str, An
         {"refused": why}.
     """
     model = _built(subject, real=False)
+    if grid.by_rows:
+        anatomy = survey(model, subject.loss, subject.batch, whole=grid.by_rows)
     try:
         split = divide(model, anatomy, dry_mesh(_axes(grid)), grid)
     except PlacementError as error:
@@ -188,7 +190,7 @@ def _split(subject: Subject, model: nn.Module, grid: Grid, settings: Settings, r
     Raises:
         PlacementError: it cannot be.
     """
-    anatomy = survey(model, subject.loss, subject.batch)
+    anatomy = survey(model, subject.loss, subject.batch, whole=grid.by_rows)
     dtype = getattr(torch, settings.dtype)
     real = dataclasses.replace(settings, real=True)
     batch = {name: _rows(tensor, real, dtype) for name, tensor in subject.batch.items()}  # rows may be cut, too

@@ -66,7 +66,10 @@ _MISCUT = (
 
 
 class Window(NamedTuple):
-    """Which part of the rows being computed a tensor holds: number `part`, from 0, of `parts` equal ones."""
+    """Which part of the rows being computed a tensor holds: number `part`, from 0, of `parts`.
+
+    They are as even as can be: the first ones have one row more.
+    """
 
     part: int
     parts: int
@@ -99,8 +102,9 @@ class Position(NamedTuple):
         window = self.windows.get(site)
         if window is None:
             return self
-        rows = self.rows // window.parts
-        return self._replace(row=self.row + window.part * rows, rows=rows)
+        each, more = divmod(self.rows, window.parts)
+        first = window.part * each + min(window.part, more)
+        return self._replace(row=self.row + first, rows=each + (window.part < more))
 
 
 class _Ambient(threading.local):

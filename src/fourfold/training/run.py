@@ -366,7 +366,7 @@ class Run:
         return self._step
 
     def _placed_by(self, example: dict[str, Tensor]) -> Step:
-        anatomy = survey(self.model, self.loss, example)
+        anatomy = survey(self.model, self.loss, example, whole=self.plan.placement.grid.by_rows)
         if self.world.rank == 0:
             for line in anatomy.inexact:
                 warnings.warn(f"not exact: {line}", stacklevel=2)

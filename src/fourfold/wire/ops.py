@@ -11,6 +11,7 @@ Forward and backward of each pair are conjugate, so that a network cut over an a
 | gather_scatter | gather along a dim | own part of sum | a cut tensor that every rank feeds whole to its own part |
 | scatter_gather | own part of sum    | gather          | partial outputs of which each rank goes on with a part |
 | sum_sum        | sum                | sum             | a statistic of cut features that scales each rank's part |
+| trade          | exchange           | exchange        | from a part of one dim to a part of another |
 
 What this rank hands to the network (p ranks, S bytes the whole tensor, c this rank's part of it):
 
@@ -19,6 +20,7 @@ What this rank hands to the network (p ranks, S bytes the whole tensor, c this r
 | sum                 | 2 (p − 1)/p S                | `all_reduce` |
 | gather              | (p − 1) c; even: (p − 1)/p S | `all_gather`, `all_gather_of_parts` |
 | own part of the sum | S − c; even: (p − 1)/p S     | `reduce_scatter`, `reduce_scatter_of_parts` |
+| exchange            | all of `x` but the own part  | `all_to_all` |
 | identity, own part  | 0                            | |
 
 Parts may be uneven: `sizes` are the extents of the ranks' parts along the dim (None: equal). Padding never crosses.
@@ -87,6 +89,29 @@ def scatter_gather(
 def sum_sum(x: Tensor, axis: Axis, kind: str = "activation") -> Tensor:
     """Forward: sum over the axis. Backward: sum over the axis."""
     return x if axis.size == 1 else torch.ops.fourfold.sum_sum(x, axis.key, kind)
+
+
+def trade(
+    x: Tensor,
+    axis: Axis,
+    kind: str = "activation",
+    *,
+    cut: int,
+    joined: int,
+    cuts: Sequence[int],
+    joins: Sequence[int],
+) -> Tensor:
+    """Forward: an all-to-all, from a part of the dim `joined` to a part of the dim `cut`. Backward: the way back.
+
+    Args:
+        x: all of `cut`, this rank's part of `joined`.
+        cuts: what every rank gets of `cut`.
+        joins: what every rank has of `joined`.
+    """
+    if axis.size == 1:
+        return x
+    cut, joined = _dim(x, axis, cut), _dim(x, axis, joined)
+    return torch.ops.fourfold.trade(x, axis.key, kind, cut, joined, list(cuts), list(joins))
 
 
 def backward_kind(kind: str) -> str:
@@ -174,6 +199,23 @@ def _scatter(x: Tensor, axis: str, kind: str, dim: int, sizes: Sequence[int] | N
     return out.to(x.dtype)
 
 
+def _trade(x: Tensor, axis: str, kind: str, cut: int, joined: int, cuts: Sequence[int], joins: Sequence[int]) -> Tensor:
+    group = axis_of(axis)
+    shapes = _traded(x, group, cut, joined, cuts, joins)
+    row = x.numel() // max(1, x.shape[cut])
+    out = x.new_empty(sum(map(prod, shapes)))
+    counts = [prod(shape) for shape in shapes]
+    group.all_to_all(out, _packed(x, cut, cuts), kind, counts, [size * row for size in cuts]).wait()
+    return torch.cat([part.view(shape) for part, shape in zip(out.split(counts), shapes, strict=True)], joined)
+
+
+def _fake_trade(
+    x: Tensor, axis: str, kind: str, cut: int, joined: int, cuts: Sequence[int], joins: Sequence[int]
+) -> Tensor:
+    shapes = _traded(x, axis_of(axis), cut, joined, cuts, joins)
+    return x.new_empty([*shapes[0][:joined], sum(joins), *shapes[0][joined + 1 :]])
+
+
 def _packed(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     """The parts of `x` along `dim`, one after the other, each contiguous: `x` itself where it lies so already."""
     if prod(x.shape[:dim]) == 1:
@@ -221,6 +263,16 @@ def _whole(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None) -> tupl
     return front, x.shape[dim] // axis.size, None
 
 
+def _traded(x: Tensor, axis: Axis, cut: int, joined: int, cuts: Sequence[int], joins: Sequence[int]) -> list[list[int]]:
+    """Shapes of what comes from every rank."""
+    _whole(x, axis, cut, cuts)
+    _shard(x, axis, joined, joins)
+    if cut == joined:
+        raise UsageError(f"trade over axis {axis.name}: expected two dims, found {cut} twice")
+    shape = _resized(x, cut, cuts[axis.index])
+    return [[*shape[:joined], size, *shape[joined + 1 :]] for size in joins]
+
+
 def _dim(x: Tensor, axis: Axis, dim: int) -> int:
     if not -x.dim() <= dim < x.dim():
         raise UsageError(f"gather or cut over axis {axis.name}: a tensor of shape {tuple(x.shape)} has no dim {dim}")
@@ -245,9 +297,10 @@ def _resized(x: Tensor, dim: int, extent: int) -> list[int]:
 
 # ---- registration
 
-_WITHOUT_DIM, _WITH_DIM = (
+_WITHOUT_DIM, _WITH_DIM, _WITH_DIMS = (
     "(Tensor x, str axis, str kind) -> Tensor",
     "(Tensor x, str axis, str kind, int dim, int[]? sizes=None) -> Tensor",
+    "(Tensor x, str axis, str kind, int cut, int joined, int[] cuts, int[] joins) -> Tensor",
 )
 
 
@@ -276,9 +329,15 @@ def _conjugate(name: str) -> Any:
     return apply
 
 
+def _traded_back(ctx: Any, grad: Tensor) -> Tensor:
+    cut, joined, cuts, joins = ctx.dim
+    return torch.ops.fourfold.trade(grad, ctx.axis, backward_kind(ctx.kind), joined, cut, joins, cuts)
+
+
 _register("sum_identity", _WITHOUT_DIM, _sum, _fake_sum, lambda ctx, grad: grad)
 _register("sum_sum", _WITHOUT_DIM, _sum, _fake_sum, _conjugate("sum_sum"))
 _register("gather_cut", _WITH_DIM, _gather, _fake_gather, _conjugate("cut_gather"))
 _register("cut_gather", _WITH_DIM, _cut, _fake_cut, _conjugate("gather_cut"))
 _register("gather_scatter", _WITH_DIM, _gather, _fake_gather, _conjugate("scatter_gather"))
 _register("scatter_gather", _WITH_DIM, _scatter, _fake_cut, _conjugate("gather_scatter"))
+_register("trade", _WITH_DIMS, _trade, _fake_trade, _traded_back)

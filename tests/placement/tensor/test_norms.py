@@ -48,7 +48,7 @@ MODULES: dict[str, Callable[[int], nn.Module]] = {
 def module_of(name: str, size: int, features: slice) -> nn.Module:
     """With the weights of some of the features."""
     module = MODULES[name](size).double()
-    for seed, (name, weight) in enumerate(list(module.named_parameters())):
+    for seed, name in enumerate([name for name, _ in module.named_parameters()]):
         setattr(module, name, nn.Parameter(draw(size, seed=10 + seed)[features]))
     return module
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fourfold.plan.grid import Grid
+from fourfold.plan.grid import Grid, patterns
 
 
 @dataclass(frozen=True)
@@ -16,11 +16,16 @@ class Options:
 
     Attributes:
         y: ranks over which heads, inner features and vocabulary lie.
+        by_rows: modules that run whole and are computed by batch rows: paths, in which `*` stands for anything.
     """
 
     y: int = 1
+    by_rows: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_rows", patterns(self.by_rows))
 
 
 def grid(options: Options) -> Grid:
     """The grid that the options describe."""
-    return Grid(y=options.y)
+    return Grid(y=options.y, by_rows=options.by_rows)

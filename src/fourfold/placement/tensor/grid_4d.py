@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fourfold.plan.grid import Grid
+from fourfold.plan.grid import Grid, patterns
 
 
 @dataclass(frozen=True)
@@ -19,13 +19,18 @@ class Options:
         x: ranks over which the residual's features lie.
         y: ranks over which heads, inner features and vocabulary lie.
         z: ranks over which batch rows and stored weights lie.
+        by_rows: modules that run whole and are computed by batch rows: paths, in which `*` stands for anything.
     """
 
     x: int = 1
     y: int = 1
     z: int = 1
+    by_rows: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_rows", patterns(self.by_rows))
 
 
 def grid(options: Options) -> Grid:
     """The grid that the options describe."""
-    return Grid(options.x, options.y, options.z)
+    return Grid(options.x, options.y, options.z, by_rows=options.by_rows)

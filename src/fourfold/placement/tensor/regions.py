@@ -35,20 +35,21 @@ class WholeExecutor(Executor):
 
         def gathered(value: Any) -> Any:
             share = self.share
-            if share is None or not _has_features(value, share.extent(self.axis.index)):
+            if share is None or not has_features(value, share.extent(self.axis.index)):
                 return value
             return ops.gather_cut(value, self.axis, sizes=extents(share))
 
         def cut(value: Any) -> Any:
             dealt = self.dealt
-            if dealt is None or not _has_features(value, sum(extents(dealt))):
+            if dealt is None or not has_features(value, sum(extents(dealt))):
                 return value
             return ops.cut_gather(value, self.output, sizes=extents(dealt))
 
         return map_leaves(cut, self.inner(*map_leaves(gathered, args), **map_leaves(gathered, kwargs)))
 
 
-def _has_features(value: Any, count: int) -> bool:
+def has_features(value: Any, count: int) -> bool:
+    """Whether this is a floating tensor with so many features in its last dim."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.shape[-1:] == (count,)
 
 

@@ -16,7 +16,7 @@ from fourfold import randomness
 from fourfold.anatomy import Anatomy
 from fourfold.ledger import Ledger
 from fourfold.placement.refusals import PlacementError
-from fourfold.placement.tensor import rehearsal
+from fourfold.placement.tensor import rehearsal, resplit, rowwise
 from fourfold.placement.tensor.assembly import Assembly
 from fourfold.placement.tensor.between import Between, way_of
 from fourfold.placement.tensor.dealing import Dealing, deal_weights
@@ -46,6 +46,8 @@ class Split:
         dropped: by site, how the tensors that dropouts take are cut. Found by `rehearse`.
         windows: by site, which part of the rows a dropout is of. Found by `rehearse`.
         widths: of modules that run whole, how many features go in and come out. Found by `rehearse`.
+        by_rows: paths of those of them that are computed by rows.
+        rowwise: where the rows are in what these are given and give. Found by `rehearse`.
         takeover: the executors, once there are some.
     """
 
@@ -60,13 +62,16 @@ class Split:
     dropped: dict[str, tuple[randomness.Cut, ...]] = field(default_factory=dict)
     windows: dict[str, randomness.Window] = field(default_factory=dict)
     widths: dict[str, tuple[int, int]] = field(default_factory=dict)
+    by_rows: tuple[str, ...] = ()
+    rowwise: dict[str, rowwise.Rowwise] = field(default_factory=dict)
     takeover: Takeover = field(init=False, repr=False)
     _stage: Stage = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.assembly = Assembly(self.mesh, self.dealing.cuts)
         between = self.way(self.mesh, self.dealing)
-        self.takeover = Takeover(self.anatomy, self.mesh, self.dealing, between, self.tuning, self.widths)
+        about = self.anatomy, self.mesh, self.dealing, between, self.tuning, self.widths, self.rowwise
+        self.takeover = Takeover(*about)
 
     # ---- before anything is allocated
 
@@ -87,11 +92,14 @@ class Split:
             for place, (axis, shape) in enumerate(zip(self.anatomy.outputs, whole.outputs, strict=False)):
                 if axis is not None and self.mesh[axis].size > 1:
                     self.outputs[place] = axis, shape[-1]
+            if self.by_rows:
+                self.rowwise.update(rowwise.find(stage, self.anatomy, self.by_rows))
             self.widths.update({path: _widths(whole, path) for path in self.anatomy.whole})
             split, model = self._dry(Ledger())
             with split.scope.around():
                 local = rehearsal.run(model, stage.loss, stage.inputs(), self.anatomy, opaque)
         self.windows = split.takeover.between.remember(self.dealing, whole)
+        self.windows |= resplit.windows(self.mesh, self.anatomy, self.by_rows)
         self._compare(whole, local)
         about = self.anatomy, self.dealing, self.mesh.coordinates, self.windows
         self.dropped = rehearsal.cuts(whole, local, *about)
@@ -219,7 +227,10 @@ def rehearsed(stage: Stage, anatomy: Anatomy, mesh: Mesh, grid: Grid, tuning: Tu
         PlacementError: it does not fit the grid; names the layer, the axis and the nearest sizes that fit.
     """
     split = divide(stage.model, anatomy, mesh, grid, tuning)
-    split.rehearse(dataclasses.replace(stage, batch=split.way.example(stage.batch, grid)))
+    batch = split.way.example(stage.batch, grid)
+    if split.by_rows:
+        batch = resplit.example(batch, grid)
+    split.rehearse(dataclasses.replace(stage, batch=batch))
     return split
 
 
@@ -241,6 +252,8 @@ def divide(model: nn.Module, anatomy: Anatomy, mesh: Mesh, grid: Grid, tuning: T
     if tuning.chunks > 1 and way.untiled:
         raise PlacementError(f"plan.placement.chunks: expected 1, found {tuning.chunks}: {way.untiled}; leave it out")
     anatomy = way.seen(anatomy)
-    split = Split(anatomy, mesh, deal_weights(model, anatomy, grid), way, tuning)
+    by_rows = resplit.chosen(anatomy, grid)
+    split = Split(anatomy, mesh, deal_weights(model, anatomy, grid), way, tuning, by_rows=by_rows)
+    resplit.share(split.dealing, model, by_rows)
     split.takeover.between.share(split.dealing, model)
     return split

@@ -18,6 +18,8 @@ from fourfold.placement.tensor.heads import Counts, Patch, patches
 from fourfold.placement.tensor.linears import ConvolutionExecutor, LinearExecutor
 from fourfold.placement.tensor.norms import GroupExecutor, NormExecutor
 from fourfold.placement.tensor.regions import WholeExecutor, extents
+from fourfold.placement.tensor.resplit import Lying, Resplit, ResplitExecutor, RootExecutor
+from fourfold.placement.tensor.rowwise import Rowwise
 from fourfold.placement.tensor.tuning import Tuning
 from fourfold.wire import Mesh
 
@@ -35,6 +37,7 @@ class Takeover:
         between: what becomes of rows and time between linears.
         tuning: how products run.
         widths: of modules that run whole, how many features go in and come out.
+        rowwise: of those of them that are computed by rows, and of the model (""), where the rows are.
         switch: whether weights are blocks just now.
     """
 
@@ -44,6 +47,7 @@ class Takeover:
     between: Between
     tuning: Tuning
     widths: Mapping[str, tuple[int, int]]
+    rowwise: Mapping[str, Rowwise] = field(default_factory=dict)
     switch: Switch = field(default_factory=Switch)
     _patches: list[Patch] = field(default_factory=list)
 
@@ -57,10 +61,15 @@ class Takeover:
         for module in model.modules():
             if isinstance(module, nn.Embedding):
                 self.between.table(module, self.dealing.cuts[names[id(module.weight)]], self.switch)
+        resplit = Resplit(self.mesh["x"], self.mesh["y"])
         for path, whole in self.anatomy.whole.items():
             axis = self.between.axis(whole.inputs)
-            if axis.size > 1 or self.between.axis(whole.output).size > 1:
+            if path in self.rowwise:
+                self._attach_resplit(model, path, resplit)
+            elif axis.size > 1 or self.between.axis(whole.output).size > 1:
                 self._attach_whole(model, path)
+        if self.rowwise:
+            RootExecutor(self.switch, model, self.rowwise[""], resplit)
         for patch in self._patches:
             patch.apply(split=True)
 
@@ -159,6 +168,17 @@ class Takeover:
         dealt = None if self.between.axis(whole.output).size == 1 else self.dealing.evenly(made, whole.output or "")
         axes = self.between.axis(whole.inputs), self.between.axis(whole.output)
         WholeExecutor(self.switch, model.get_submodule(path), axes[0], share, axes[1], dealt)
+
+    def _attach_resplit(self, model: nn.Module, path: str, resplit: Resplit) -> None:
+        whole = self.anatomy.whole[path]
+        given, made = (
+            None
+            if name is None or self.mesh[name].size == 1
+            else Lying(self.mesh[name], extents(self.dealing.evenly(width, name)))
+            for name, width in zip((whole.inputs, whole.output), self.widths[path], strict=True)
+        )
+        about = self.rowwise[path], resplit, given, made, self.mesh.over("x", "y")
+        ResplitExecutor(self.switch, model.get_submodule(path), path, *about)
 
     def be(self, *, split: bool) -> None:
         """Compute on blocks, or be the plain model."""
