@@ -22,6 +22,7 @@ from fourfold.placement.tensor.regions import on_first
 from fourfold.placement.tensor.rehearsal import Run
 from fourfold.placement.tensor.tables import TableExecutor
 from fourfold.placement.tensor.traffic import Ranks, Traffic
+from fourfold.plan import Placement
 from fourfold.plan.grid import Grid
 from fourfold.wire import Axis, Mesh
 
@@ -73,6 +74,19 @@ class Between(ABC):
         contract, output = lines.contract, lines.output
         here = features // contract.size, outputs // output.size
         return traffic.product(tokens, *here, contract=contract, output=output, itemsize=itemsize)
+
+    @classmethod
+    def refuse_rows(cls, grid: Grid, rows: int, microbatches: int, parts: int) -> None:
+        """Refuse a global batch that cannot be dealt, on every rank alike: it is asked before anything is sent.
+
+        Args:
+            rows: of the global batch.
+            microbatches: into which they are cut first.
+            parts: into which each of those is cut: ranks of z and data.
+
+        Raises:
+            PlacementError: with the nearest batch sizes that fit.
+        """
 
     @classmethod
     def example(cls, batch: Mapping[str, Tensor], grid: Grid) -> Mapping[str, Tensor]:
@@ -165,6 +179,16 @@ class Between(ABC):
 def way_of(grid: Grid) -> type[Between]:
     """The class that a grid names."""
     return importlib.import_module(f"fourfold.placement.tensor.{grid.between}").Way
+
+
+def refuse_rows(placement: Placement, rows: int, microbatches: int) -> None:
+    """Refuse a global batch that the plan's grid cannot deal; by numbers alone, so on every rank alike.
+
+    Raises:
+        PlacementError: says over which axes, how many rows there are, and the nearest batch sizes that fit.
+    """
+    if placement.grid.cuts_features:
+        way_of(placement.grid).refuse_rows(placement.grid, rows, microbatches, placement.parts)
 
 
 class EdgeExecutor(Executor):

@@ -85,6 +85,20 @@ class Way(Between):
         return traffic.product(tokens, *here, **about, sequence=True, keep=True)
 
     @classmethod
+    def refuse_rows(cls, grid: Grid, rows: int, microbatches: int, parts: int) -> None:
+        """Every rank's rows of every micro-batch are cut once more, evenly; rows that differ by one cannot all be."""
+        each = microbatches * parts * grid.y
+        if rows % each == 0:
+            return
+        near = [size for size in (rows // each * each, -(-rows // each) * each) if size]
+        cuts = f"{microbatches} micro-batches, " if microbatches > 1 else ""
+        raise PlacementError(
+            f"plan.placement.tensor: 3d cuts the rows of a batch over {cuts}{parts} ranks of z and data, and what each "
+            f"of these has over y = {grid.y} and x = {grid.x}: expected a multiple of {each} rows, found {rows}; "
+            f"nearest batch sizes that fit: {' and '.join(map(str, near))}. Take one of them, or algorithm: 4d"
+        )
+
+    @classmethod
     def example(cls, batch: Mapping[str, Tensor], grid: Grid) -> Mapping[str, Tensor]:
         """One row has none to deal."""
         return {name: torch.cat([tensor] * grid.y) for name, tensor in batch.items()}
