@@ -254,7 +254,9 @@ class Tolls:
 
     def _linear(self, linear: Linear, tokens: int, times: int, *, again: bool = True) -> Iterator[Toll]:
         inputs, outputs = linear.local(self.sizes, self.places)
-        contract, output = (Line(axis, self.sizes[axis], self.places[axis]) for axis in (linear.contract, linear.across))
+        contract, output = (
+            Line(axis, self.sizes[axis], self.places[axis]) for axis in (linear.contract, linear.across)
+        )
         itemsize = self.job.itemsize
         found = traffic.product(tokens, inputs, outputs, contract=contract, output=output, itemsize=itemsize)
         for one in found.forward:

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from math import lcm
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -45,9 +46,11 @@ class Between(ABC):
         dealing: the cuts of all weights.
         anatomy: of the model.
         alike: the first and the last block do what the others do.
+        recuts: axes over which a rank's rows are cut once more.
     """
 
     alike = True
+    recuts: tuple[str, ...] = ()
 
     def __init__(self, mesh: Mesh, dealing: Dealing) -> None:
         self.mesh, self.dealing, self.anatomy = mesh, dealing, dealing.anatomy
@@ -74,19 +77,6 @@ class Between(ABC):
         contract, output = lines.contract, lines.output
         here = features // contract.size, outputs // output.size
         return traffic.product(tokens, *here, contract=contract, output=output, itemsize=itemsize)
-
-    @classmethod
-    def refuse_rows(cls, grid: Grid, rows: int, microbatches: int, parts: int) -> None:
-        """Refuse a global batch that cannot be dealt, on every rank alike: it is asked before anything is sent.
-
-        Args:
-            rows: of the global batch.
-            microbatches: into which they are cut first.
-            parts: into which each of those is cut: ranks of z and data.
-
-        Raises:
-            PlacementError: with the nearest batch sizes that fit.
-        """
 
     @classmethod
     def example(cls, batch: Mapping[str, Tensor], grid: Grid) -> Mapping[str, Tensor]:
@@ -184,11 +174,29 @@ def way_of(grid: Grid) -> type[Between]:
 def refuse_rows(placement: Placement, rows: int, microbatches: int) -> None:
     """Refuse a global batch that the plan's grid cannot deal; by numbers alone, so on every rank alike.
 
+    Rows that are cut once more are cut evenly; ranks' rows differ by one or not at all, so all must be equal.
+
+    Args:
+        rows: of the global batch.
+        microbatches: into which they are cut first; then over the ranks of z and data.
+
     Raises:
         PlacementError: says over which axes, how many rows there are, and the nearest batch sizes that fit.
     """
-    if placement.grid.cuts_features:
-        way_of(placement.grid).refuse_rows(placement.grid, rows, microbatches, placement.parts)
+    grid, parts = placement.grid, placement.parts
+    sizes = {axis: getattr(grid, axis) for axis in way_of(grid).recuts} if grid.cuts_features else {}
+    each = microbatches * parts * lcm(*sizes.values())
+    if not sizes or rows % each == 0:
+        return
+    near = [str(size) for size in (rows // each * each, -(-rows // each) * each) if size]
+    first = f"{microbatches} micro-batches, " if microbatches > 1 else ""
+    more = " and ".join(f"{axis} = {size}" for axis, size in sizes.items())
+    raise PlacementError(
+        f"plan.placement.tensor: {placement.tensor.name if placement.tensor else 'this grid'} cuts the rows of a batch "
+        f"over {first}{parts} ranks of z and data, and what each of these has over {more}: expected a multiple of "
+        f"{each} rows, found {rows}; nearest batch sizes that fit: {' and '.join(near)}. Take one of them, or "
+        "algorithm: 4d"
+    )
 
 
 class EdgeExecutor(Executor):

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from fourfold import randomness
 from fourfold.anatomy import Linear
 from fourfold.placement.refusals import PlacementError
-from fourfold.placement.tensor.between import Between, Lines
 from fourfold.placement.tensor import traffic
+from fourfold.placement.tensor.between import Between, Lines
 from fourfold.placement.tensor.dealing import Dealing
 from fourfold.placement.tensor.executor import Executor, Switch
 from fourfold.placement.tensor.linears import Siblings
@@ -71,6 +71,7 @@ class Way(Between):
     """Batch rows lie over the axis over which features do not."""
 
     alike = False
+    recuts = ("y", "x")
 
     def __init__(self, mesh: Mesh, dealing: Dealing) -> None:
         super().__init__(mesh, dealing)
@@ -83,20 +84,6 @@ class Way(Between):
         here = features // contract.size, outputs // output.size
         about: dict[str, Any] = {"contract": contract, "output": output, "itemsize": itemsize}
         return traffic.product(tokens, *here, **about, sequence=True, keep=True)
-
-    @classmethod
-    def refuse_rows(cls, grid: Grid, rows: int, microbatches: int, parts: int) -> None:
-        """Every rank's rows of every micro-batch are cut once more, evenly; rows that differ by one cannot all be."""
-        each = microbatches * parts * grid.y
-        if rows % each == 0:
-            return
-        near = [size for size in (rows // each * each, -(-rows // each) * each) if size]
-        cuts = f"{microbatches} micro-batches, " if microbatches > 1 else ""
-        raise PlacementError(
-            f"plan.placement.tensor: 3d cuts the rows of a batch over {cuts}{parts} ranks of z and data, and what each "
-            f"of these has over y = {grid.y} and x = {grid.x}: expected a multiple of {each} rows, found {rows}; "
-            f"nearest batch sizes that fit: {' and '.join(map(str, near))}. Take one of them, or algorithm: 4d"
-        )
 
     @classmethod
     def example(cls, batch: Mapping[str, Tensor], grid: Grid) -> Mapping[str, Tensor]:
