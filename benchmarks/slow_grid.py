@@ -4,12 +4,13 @@
     python benchmarks/slow_grid.py --suite sharding --rounds 15
 
 Every plan trains the same GPT (M = 4h tokens a step) from the same weights in the same eight processes, one thread a
-rank. A round is every plan once and once more in the opposite order; rounds begin at either end in turn. Printed are:
-what the links really do; for each plan its step, the bytes that a rank hands over on each axis, and forecast ÷
-measured; then the medians of the rounds' ratios with 95 % bootstrap intervals, a peer's second step ÷ its first as
-control. The run decides nothing unless the control holds 1 within 3 %. On a machine with other work `chrt --rr 1`
-before the command keeps that out: ranks and switch then run whenever they can, and sleep most of the time. Needs Linux
-and root (or `unshare --user --map-root-user --net`).
+rank. Two all-reduces among them say first what a collective costs here: forecasts are made with that. A round is every
+plan once and once more in the opposite order; rounds begin at either end in turn. Printed are: what the links really
+do; for each plan its step, the bytes that a rank hands over on each axis, and forecast ÷ measured; then the medians of
+the rounds' ratios with 95 % bootstrap intervals, a peer's second step ÷ its first as control. The run decides nothing
+unless the control holds 1 within 3 %. On a machine with other work `chrt --rr 1` before the command keeps that out:
+ranks and switch then run whenever they can, and sleep most of the time. Needs Linux and root (or `unshare --user --map-
+root-user --net`).
 
 The defaults are chosen so that links bind and not the two cores that eight ranks and the switch share: a step of `y 8`
 spends 2.4 s of its 3.0 on the links. Wider is mostly compute, narrower mostly the 2 to 4 ms that any collective takes.
@@ -37,6 +38,7 @@ from speed import interval
 
 from fourfold import wire
 from fourfold.hardware import Cluster, Link
+from fourfold.hardware.collectives import EFFICIENCY
 from fourfold.models.gpt import GPT, Config
 from fourfold.plan import Plan
 from fourfold.planner import Subject, Traces, forecast, search
@@ -47,6 +49,8 @@ from fourfold.training.run import Run, parallelize
 
 RANKS = 8
 PORT = 29500
+SMALL, LARGE = 1 << 10, 1 << 22
+"""Bytes of the all-reduces that say what the links and the processors do to a collective."""
 PLANNED = "planned"
 """The name of whatever the planner puts first."""
 
@@ -114,21 +118,41 @@ class Job:
 # -- the ranks
 
 
-def rank(index: int, links: SlowLinks, job: Job, answers: Connection) -> None:
+Work = Callable[[wire.World], Iterator[Any]]
+"""What a rank does, and what the first one tells of it."""
+
+
+def rank(index: int, links: SlowLinks, port: int, work: Work, answers: Connection) -> None:
     """One of the processes. The first tells what all have measured; any tells why it failed."""
     links.enter(index)
     os.environ |= {"RANK": str(index), "LOCAL_RANK": str(index), "WORLD_SIZE": str(RANKS)}
-    os.environ |= {"MASTER_ADDR": links.addresses[0], "MASTER_PORT": str(PORT)}
+    os.environ |= {"MASTER_ADDR": links.addresses[0], "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     try:
         world = wire.join("gloo", timeout=120)
-        for answer in answered(world, job):
+        for answer in work(world):
             if index == 0:
                 answers.send(answer)
         world.leave()
     except Exception as error:
         answers.send(f"rank {index} of {RANKS}: {type(error).__name__}: {error}")
         raise SystemExit(1) from error
+
+
+def collectives(world: wire.World) -> Iterator[dict[int, float]]:
+    """Seconds of all-reduces among all, by bytes: the least of some, since the slower ones measure other work."""
+    everyone = wire.Mesh(world, {"data": RANKS})["data"]
+    took: dict[int, float] = {}
+    for nbytes, repeats in ((SMALL, 40), (LARGE, 4)):
+        tensor = torch.zeros(nbytes // 4)
+        runs = []
+        for _ in range(repeats):
+            everyone.barrier()
+            began = time.perf_counter()
+            everyone.all_reduce(tensor, "control").wait()
+            runs.append(max(one[0] for one in everyone.collect([time.perf_counter() - began])))
+        took[nbytes] = min(runs) if nbytes == LARGE else statistics.median(runs)
+    yield took
 
 
 def answered(world: wire.World, job: Job) -> Iterator[dict[str, Any]]:
@@ -172,7 +196,14 @@ def bytes_by_axis(run: Run) -> dict[str, int]:
 # -- the forecast
 
 
-def cluster(rate: float, round_trip: float) -> Cluster:
+def link(links: SlowLinks, took: Mapping[int, float]) -> Link:
+    """What all-reduces of two sizes among all ranks say of a link, as `fourfold doctor` says it of loopback's."""
+    flight, sent = links.round_trip / 2, 2 * (RANKS - 1) / RANKS * LARGE
+    each = max(0.0, took[SMALL] / 2 - flight) / RANKS
+    return Link("emulated", flight, sent / (took[LARGE] - took[SMALL]) / EFFICIENCY, each=each)
+
+
+def cluster(link: Link) -> Cluster:
     """Eight nodes of one rank each on such links, which share the cores of this machine."""
     here = probe()
     part = min(1.0, here.devices_per_node / RANKS)
@@ -182,7 +213,6 @@ def cluster(rate: float, round_trip: float) -> Cluster:
         memory_bandwidth=here.device.memory_bandwidth * part,
         flops={dtype: peak * part for dtype, peak in here.device.flops.items()},
     )
-    link = Link("emulated", max(round_trip / 2, 1e-6), rate / 8)
     return Cluster(RANKS, 1, device, link, link)
 
 
@@ -201,27 +231,35 @@ def chosen(rows: Sequence[Row], traces: Traces, machine: Cluster) -> dict[str, P
 def measure(
     links: SlowLinks, job: Job, tell: Callable[[str], None]
 ) -> tuple[dict[str, dict[str, int]], list[dict[str, list[Lap]]]]:
-    """Run the ranks: bytes by plan and axis, and the laps of every round.
+    """Run the ranks: bytes by plan and axis, and the laps of every round."""
+    answers = run(links, PORT, lambda world: answered(world, job), job.rounds + 1)
+    sent, rounds = next(answers), []
+    for number, laps in enumerate(answers, 1):
+        shown = {name: [round(lap.wall * 1e3) for lap in each] for name, each in laps.items()}
+        tell(f"round {number}: milliseconds a step {shown}")
+        rounds.append(laps)
+    return sent, rounds
+
+
+def run(links: SlowLinks, port: int, work: Work, count: int) -> Iterator[Any]:
+    """The first rank's answers, so many.
 
     Raises:
         SystemExit: a rank failed; with what the first one said.
     """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    ranks = [context.Process(target=rank, args=(index, links, job, theirs), daemon=True) for index in range(RANKS)]
+    about = [(index, links, port, work, theirs) for index in range(RANKS)]
+    ranks = [context.Process(target=rank, args=one, daemon=True) for one in about]
     for one in ranks:
         one.start()
     theirs.close()
-    found: list[Any] = []
     try:
-        while len(found) <= job.rounds:
+        for _ in range(count):
             answer = ours.recv()
             if isinstance(answer, str):
                 raise SystemExit(f"slow_grid: {answer}")
-            found.append(answer)
-            if len(found) > 1:
-                shown = {name: [round(lap.wall * 1e3) for lap in laps] for name, laps in answer.items()}
-                tell(f"round {len(found) - 1}: milliseconds a step {shown}")
+            yield answer
         for one in ranks:
             one.join(timeout=30)
     except EOFError:
@@ -229,7 +267,6 @@ def measure(
     finally:
         for one in ranks:
             one.kill()
-    return found[0], found[1:]
 
 
 def seconds(rounds: Sequence[dict[str, list[Lap]]], name: str) -> list[float]:
@@ -308,7 +345,8 @@ def compare(links: SlowLinks, size: Size, rows: Sequence[Row], rounds: int) -> i
     subject = Subject(
         size.build, cross_entropy, {"tokens": size.tokens()[:2]}, RANKS, tokens_per_row=size.sequence, name="GPT"
     )
-    traces, machine = Traces(subject), cluster(links.rate, links.round_trip)
+    took = next(run(links, PORT + 1, collectives, 1))
+    traces, machine = Traces(subject), cluster(link(links, took))
     plans = chosen(rows, traces, machine)
     forecasts = {name: forecast(traces, machine, plan) for name, plan in plans.items()}
     began, before = time.perf_counter(), links.processor_seconds()
@@ -317,6 +355,7 @@ def compare(links: SlowLinks, size: Size, rows: Sequence[Row], rounds: int) -> i
     verdicts = [judged(row, laps) for row in rows]
     result = {
         **told,
+        "ms of an all-reduce, by bytes": {nbytes: round(1e3 * spent, 2) for nbytes, spent in took.items()},
         "model": dataclasses.asdict(size) | {"tokens a step": RANKS * size.sequence},
         "plans": report(plans, sent, laps, forecasts, links.rate),
         "rows": verdicts,

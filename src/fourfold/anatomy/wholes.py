@@ -105,7 +105,7 @@ class _Search:
 
     def _alike(self, path: str) -> str:
         """The same for modules of one class in all blocks, and in all experts."""
-        return f"{_pattern(path)}:{type(self.modules[path]).__qualname__}"
+        return f"{alike(path)}:{type(self.modules[path]).__qualname__}"
 
     def _read(self, choice: Choice) -> _Read:
         whole = {path: output for pattern, output in choice for path in self.patterns[pattern]}

@@ -24,6 +24,7 @@ US = 1e-6
 _NVLINK_HOP = 3.4 * US  # comm_analysis: ring, protocol Simple
 _PCIE_HOP = 5.7 * US  # comm_analysis: ring, protocol Simple
 _NET_HOP = 14.0 * US  # comm_analysis: ring, protocol Simple
+_START = 8.4 * US  # comm_analysis: base latency, ring and tree, protocol Simple; taken for devices without NCCL, too
 
 _LINKS = (
     Link("nvlink2", _NVLINK_HOP, 150 * GB),  # V100: 6 links x 25 GB/s per direction, sheet
@@ -48,7 +49,7 @@ _LINKS = (
     Link("port_400gb", _NET_HOP, 50.0 * GB),
     Link("port_800gb", _NET_HOP, 100.0 * GB),
 )
-LINKS: dict[str, Link] = {link.name: link for link in _LINKS}
+LINKS: dict[str, Link] = {link.name: dataclasses.replace(link, call=_START) for link in _LINKS}
 
 _RESERVED = 1 * GIB  # driver context 0.3-1 GB, plus library workspaces and communication buffers: an allowance
 

@@ -24,6 +24,7 @@ from typing import Any
 
 GIB = 1024**3
 WORDS = re.compile(r"^(?:(\d+)\s+nodes?\s+of\s+)?(?:(\d+)\s*x\s+)?([\w-]+)(?:\s+over\s+(?:(\d+)\s*x\s+)?([\w-]+))?$")
+MAY_BE_ZERO = ("reserved", "latency", "call", "each")
 SYNTAX = "[N nodes of] [Mx] DEVICE [over [Kx] LINK], or [N nodes of] MACHINE"
 
 
@@ -55,6 +56,9 @@ class Link:
         shared_by: devices that must share one such connection (8 devices and 2 ports: 4).
         wires: equal parts of which each leads to another peer, where a node has no switch (4 devices, each with a third
             of its bandwidth towards each of the others: 3). 1: whoever it talks to, a device has it all.
+        call: seconds that a collective costs whoever takes part: what starts it.
+        each: seconds of the processor for every rank of the group in each round of a collective, where the processor
+            sends and receives the messages (gloo); those of ranks that share a core add up.
     """
 
     name: str
@@ -62,6 +66,8 @@ class Link:
     bandwidth: float
     shared_by: float = 1.0
     wires: int = 1
+    call: float = 0.0
+    each: float = 0.0
 
     def among(self, devices: int) -> float:
         """Bytes/s of a device, one direction, towards a group of so many that it belongs to."""
@@ -255,7 +261,7 @@ def _checked(where: str, plain: Mapping[str, Any], kind: type) -> dict[str, Any]
             if entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING:
                 raise ClusterError(f"{where}.{name}: missing; expected {entry.type}")
         elif entry.type in ("int", "float"):
-            _number(f"{where}.{name}", plain[name], whole=entry.type == "int", zero=name in ("reserved", "latency"))
+            _number(f"{where}.{name}", plain[name], whole=entry.type == "int", zero=name in MAY_BE_ZERO)
     return dict(plain)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fourfold.hardware.cluster import Cluster
+from fourfold.hardware.cluster import Cluster, Link
 
 EFFICIENCY = 0.8
 """Share of a link's nominal bandwidth that collectives reach (NVLink: 77-82 % measured on A100 and H100)."""
@@ -36,19 +36,29 @@ def broadcast(nbytes: float, n: int, latency: float, bandwidth: float) -> float:
     return (n - 1) * latency + nbytes / bandwidth if n > 1 else 0.0
 
 
-def tree_broadcast(nbytes: float, n: int, latency: float, bandwidth: float) -> float:
-    """Down a binomial tree, whole at every edge, as gloo does it."""
-    return math.ceil(math.log2(n)) * (latency + nbytes / bandwidth) if n > 1 else 0.0
-
-
 def reduce(nbytes: float, n: int, latency: float, bandwidth: float) -> float:
     """To one rank, which gets the tensor of every other at once: so `wire` does it."""
     return latency + (n - 1) * nbytes / bandwidth if n > 1 else 0.0
 
 
+def by_messages(op: str, nbytes: float, n: int, link: Link, bandwidth: float) -> float:
+    """As `wire` does it between processors: in each round all messages leave at once, and cost the processor time.
+
+    An all-reduce is an exchange and a gather; a broadcast goes down a binomial tree, whole at every edge (gloo's).
+    """
+    if op == "broadcast":
+        return math.ceil(math.log2(n)) * (link.latency + 2 * link.each + nbytes / bandwidth)
+    rounds = 2 if op == "all_reduce" else 1
+    sent = (n - 1) * nbytes if op == "reduce" else rounds * (n - 1) / n * nbytes
+    return rounds * (link.latency + n * link.each) + sent / bandwidth
+
+
 def send(nbytes: float, latency: float, bandwidth: float) -> float:
     """From one device to another."""
     return latency + nbytes / bandwidth
+
+
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce")
 
 
 @dataclass(frozen=True)
@@ -87,7 +97,10 @@ class Group:
 
 
 def seconds(op: str, nbytes: float, cluster: Cluster, group: Group) -> float:
-    """Time of one collective over a group: the best of ring, tree and, across nodes, the hierarchical form.
+    """Time of one collective over a group.
+
+    Between processors that of `wire`'s messages; else of an all-reduce the best of ring, tree and, across nodes, the
+    hierarchical form.
 
     Args:
         op: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast or reduce.
@@ -97,8 +110,16 @@ def seconds(op: str, nbytes: float, cluster: Cluster, group: Group) -> float:
     """
     if group.size == 1 or nbytes == 0:
         return 0.0
-    latency = cluster.inter.latency if group.nodes > 1 else cluster.intra.latency
+    link = cluster.inter if group.nodes > 1 else cluster.intra
     bandwidth = EFFICIENCY * group.bandwidth(cluster)
+    if op not in OPS:
+        raise ValueError(f"no closed form for {op!r}; known: {', '.join(OPS)}")
+    if cluster.is_cpu:
+        return link.call + by_messages(op, nbytes, group.size, link, bandwidth)
+    return link.call + _by_devices(op, nbytes, cluster, group, link.latency, bandwidth)
+
+
+def _by_devices(op: str, nbytes: float, cluster: Cluster, group: Group, latency: float, bandwidth: float) -> float:
     if op == "all_reduce":
         forms = [
             ring_all_reduce(nbytes, group.size, latency, bandwidth),
@@ -107,16 +128,8 @@ def seconds(op: str, nbytes: float, cluster: Cluster, group: Group) -> float:
         if group.nodes > 1 and group.per_node > 1:
             forms.append(hierarchical_all_reduce(nbytes, cluster, group))
         return min(forms)
-    if op in ("all_gather", "reduce_scatter", "all_to_all"):
-        return ring_pass(nbytes, group.size, latency, bandwidth)
-    if op == "broadcast":
-        form = tree_broadcast if cluster.is_cpu else broadcast
-        return form(nbytes, group.size, latency, bandwidth)
-    if op == "reduce":
-        return reduce(nbytes, group.size, latency, bandwidth)
-    raise ValueError(
-        f"no closed form for {op!r}; known: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce"
-    )
+    form = {"broadcast": broadcast, "reduce": reduce}.get(op, ring_pass)
+    return form(nbytes, group.size, latency, bandwidth)
 
 
 def hierarchical_all_reduce(nbytes: float, cluster: Cluster, group: Group) -> float:

@@ -71,7 +71,8 @@ class Rings:
                 one.left -= rate * passed
             done = [one for one in moving if one.left <= 1e-9 * self.chunk]
             moving = [one for one in moving if one.left > 1e-9 * self.chunk] + self._next(done, moving)
-        return now + self.steps * (self.cluster.inter if crosses else self.cluster.intra).latency
+        link = self.cluster.inter if crosses else self.cluster.intra
+        return now + self.steps * link.latency + link.call
 
     def fair(self, moving: Sequence[Message]) -> list[float]:
         """Max-min fair rates: the tightest link shares itself evenly, then the next what is left of it."""

@@ -18,7 +18,7 @@ from math import lcm
 from typing import Protocol
 
 from fourfold.hardware.cluster import Cluster
-from fourfold.hardware.collectives import EFFICIENCY, ring_all_reduce, ring_pass
+from fourfold.hardware.collectives import EFFICIENCY, by_messages, ring_all_reduce, ring_pass
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def edges_leaving(devices: int, span: Span) -> int:
 
 
 def ring_seconds(op: str, nbytes: float, cluster: Cluster, span: Span, sharing: Sharing) -> float:
-    """Time of one ring collective of every group of an axis, all at once.
+    """Time of one ring collective of every group of an axis, all at once; between processors, of `wire`'s messages.
 
     Args:
         op: all_reduce, all_gather, reduce_scatter or all_to_all (which hands over as much).
@@ -125,4 +125,7 @@ def ring_seconds(op: str, nbytes: float, cluster: Cluster, span: Span, sharing: 
         return 0.0
     # a step of a ring is over when its slowest edge is: one edge across nodes is enough
     link = cluster.inter if edges_leaving(cluster.devices_per_node, span) else cluster.intra
-    return forms[op](nbytes, span.size, link.latency, sharing.bandwidth(cluster, span))
+    bandwidth = sharing.bandwidth(cluster, span)
+    if cluster.is_cpu:
+        return link.call + by_messages(op, nbytes, span.size, link, bandwidth)
+    return link.call + forms[op](nbytes, span.size, link.latency, bandwidth)

@@ -13,8 +13,9 @@ from fourfold.ledger import Ledger
 from fourfold.ledger.ledger import MEMORY
 from fourfold.placement.precision import Precision
 from fourfold.placement.reach import reached
+from fourfold.placement.refusals import PlacementError
 from fourfold.placement.rows import share
-from fourfold.placement.tensor.between import way_of
+from fourfold.placement.tensor.between import refuse_rows, way_of
 from fourfold.placement.traffic import Exchange, exchanges
 from fourfold.plan import Placement, Plan
 from fourfold.planner import bytes as traffic
@@ -89,6 +90,10 @@ def forecast(subject: Subject | Traces, cluster: Cluster, plan: Plan) -> Forecas
         raise ForecastError(f"the plan ({plan}) needs {needed}, and the machine has {cluster.world}")
     placement = plan.placement
     microbatches = getattr(plan.schedule.options, "microbatches", 1)
+    try:
+        refuse_rows(placement, traces.subject.rows, microbatches)
+    except PlacementError as error:
+        raise ForecastError(str(error)) from error
     types = precision(placement, cluster)
     tapes, settings, local = _tapes(traces, plan, str(types.compute).removeprefix("torch."), microbatches)
     tape = tapes[0]

@@ -13,7 +13,7 @@ import torch
 
 from fourfold.hardware import Cluster, Device, Link
 
-LOOPBACK = Link("loopback", 100e-6, 1e9)
+LOOPBACK = Link("loopback", 0.0, 1e9, each=50e-6)
 """Where doctor has not measured: what a gloo collective of two local processes reaches on a slow machine."""
 
 
@@ -43,7 +43,8 @@ def here(workers: int = 1) -> Cluster:
         memory_bandwidth=device.memory_bandwidth * part,
         flops={dtype: peak * part for dtype, peak in device.flops.items()},
     )
-    return dataclasses.replace(measured, devices_per_node=workers, device=slower)
+    link = dataclasses.replace(measured.intra, each=measured.intra.each / part)
+    return dataclasses.replace(measured, devices_per_node=workers, device=slower, intra=link, inter=link)
 
 
 def probe() -> Cluster:

@@ -16,6 +16,7 @@ from fourfold.ledger import Ledger
 from fourfold.placement import Placed, place
 from fourfold.placement.arena import Fill
 from fourfold.placement.rows import share
+from fourfold.placement.tensor.between import refuse_rows
 from fourfold.plan import Events, Plan, Rule
 from fourfold.training import checkpoint
 from fourfold.training.batch import Batch, batch_of
@@ -126,8 +127,12 @@ class Run:
             batch: the global batch: a mapping of tensors, the same on every rank, or something that gives rows when
                 asked (then a rank asks for its own rows only).
             stop: this rank wishes to stop after this step; the result's `stop` is true on all ranks if any wished so.
+
+        Raises:
+            PlacementError: the plan's grid cannot deal so many rows; before anything is placed or sent.
         """
         asked = batch_of(batch)
+        refuse_rows(self.plan.placement, asked.rows, getattr(self.plan.schedule.options, "microbatches", 1))
         step = self._placed_on(asked)
         result = step.run(self.number, asked, stop=stop)
         self.number += 1
@@ -141,10 +146,13 @@ class Run:
 
         Raises:
             RunError: no batch, or nothing counted in any.
+            PlacementError: the plan's grid cannot deal the rows of one; before anything is sent.
         """
         asked = [batch_of(batch) for batch in batches]
         if not asked:
             raise RunError("evaluate: expected at least one batch, found none; leave it out")
+        for batch in asked:
+            refuse_rows(self.plan.placement, batch.rows, 1)
         step = self._placed_on(asked[0])
         self.ledger.begin(-1)
         sums = [0.0, 0.0]

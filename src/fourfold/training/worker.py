@@ -16,6 +16,7 @@ from torch import nn
 
 from fourfold.config import Config
 from fourfold.placement.arena import Fill
+from fourfold.placement.tensor.between import refuse_rows
 from fourfold.plan import Plan
 from fourfold.training import subject, tensorboard, trainer, values
 from fourfold.training.data import Prepared, prepare
@@ -111,6 +112,7 @@ class Rank:
 
 
 def _place(config: Config, plan: Plan, model: nn.Module, weights: Fill, world: World) -> Run:
+    refuse_rows(plan.placement, config.train.batch, getattr(plan.schedule.options, "microbatches", 1))
     return parallelize(
         model,
         subject.loss(config),

@@ -99,7 +99,8 @@ def _rates() -> tuple[dict[str, float], list[Finding]]:
 def _cluster(rates: dict[str, float], reading: link.LinkReading) -> Cluster:
     """One device a core: workers of one thread each is what a run on a processor starts.
 
-    A measured link already is what collectives reach; the closed forms take `EFFICIENCY` of what a cluster says.
+    A measured link already is what collectives reach; the closed forms take `EFFICIENCY` of what a cluster says. What a
+    message takes that hardly has bytes is the processors' time, of two of them.
     """
     cores = environment.cores()
     device = Device(
@@ -111,7 +112,7 @@ def _cluster(rates: dict[str, float], reading: link.LinkReading) -> Cluster:
         efficiency=1.0,
         source=f"measured by fourfold doctor on {_processor().get('model name', platform.machine())}",
     )
-    loopback = Link("loopback", reading.latency, reading.bandwidth / EFFICIENCY)
+    loopback = Link("loopback", 0.0, reading.bandwidth / EFFICIENCY, each=reading.latency / 2)
     return Cluster(1, cores, device, loopback, loopback)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from math import lcm
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from fourfold.placement.tensor.regions import on_first
 from fourfold.placement.tensor.rehearsal import Run
 from fourfold.placement.tensor.tables import TableExecutor
 from fourfold.placement.tensor.traffic import Ranks, Traffic
+from fourfold.plan import Placement
 from fourfold.plan.grid import Grid
 from fourfold.wire import Axis, Mesh
 
@@ -44,10 +46,12 @@ class Between(ABC):
         dealing: the cuts of all weights.
         anatomy: of the model.
         alike: the first and the last block do what the others do.
+        recuts: axes over which a rank's rows are cut once more.
         untiled: why products cannot be cut into chunks that travel, in words; empty if they can.
     """
 
     alike = True
+    recuts: tuple[str, ...] = ()
     untiled = ""
 
     def __init__(self, mesh: Mesh, dealing: Dealing) -> None:
@@ -167,6 +171,34 @@ class Between(ABC):
 def way_of(grid: Grid) -> type[Between]:
     """The class that a grid names."""
     return importlib.import_module(f"fourfold.placement.tensor.{grid.between}").Way
+
+
+def refuse_rows(placement: Placement, rows: int, microbatches: int) -> None:
+    """Refuse a global batch that the plan's grid cannot deal; by numbers alone, so on every rank alike.
+
+    Rows that are cut once more are cut evenly; ranks' rows differ by one or not at all, so all must be equal.
+
+    Args:
+        rows: of the global batch.
+        microbatches: into which they are cut first; then over the ranks of z and data.
+
+    Raises:
+        PlacementError: says over which axes, how many rows there are, and the nearest batch sizes that fit.
+    """
+    grid, parts = placement.grid, placement.parts
+    sizes = {axis: getattr(grid, axis) for axis in way_of(grid).recuts} if grid.cuts_features else {}
+    each = microbatches * parts * lcm(*sizes.values())
+    if not sizes or rows % each == 0:
+        return
+    near = [str(size) for size in (rows // each * each, -(-rows // each) * each) if size]
+    first = f"{microbatches} micro-batches, " if microbatches > 1 else ""
+    more = " and ".join(f"{axis} = {size}" for axis, size in sizes.items())
+    raise PlacementError(
+        f"plan.placement.tensor: {placement.tensor.name if placement.tensor else 'this grid'} cuts the rows of a batch "
+        f"over {first}{parts} ranks of z and data, and what each of these has over {more}: expected a multiple of "
+        f"{each} rows, found {rows}; nearest batch sizes that fit: {' and '.join(near)}. Take one of them, or "
+        "algorithm: 4d"
+    )
 
 
 class EdgeExecutor(Executor):

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from fourfold import randomness
 from fourfold.anatomy import Linear
 from fourfold.placement.refusals import PlacementError
-from fourfold.placement.tensor.between import Between, Lines
 from fourfold.placement.tensor import traffic
+from fourfold.placement.tensor.between import Between, Lines
 from fourfold.placement.tensor.dealing import Dealing
 from fourfold.placement.tensor.executor import Executor, Switch
 from fourfold.placement.tensor.linears import Siblings
@@ -71,6 +71,7 @@ class Way(Between):
     """Batch rows lie over the axis over which features do not."""
 
     alike = False
+    recuts = ("y", "x")
 
     def __init__(self, mesh: Mesh, dealing: Dealing) -> None:
         super().__init__(mesh, dealing)

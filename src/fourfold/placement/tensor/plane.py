@@ -17,8 +17,8 @@ from fourfold import randomness
 from fourfold.anatomy import Anatomy, Linear
 from fourfold.placement.cut import Cut, Share
 from fourfold.placement.refusals import PlacementError
-from fourfold.placement.tensor.between import Between, Lines
 from fourfold.placement.tensor import traffic
+from fourfold.placement.tensor.between import Between, Lines
 from fourfold.placement.tensor.dealing import Dealing
 from fourfold.placement.tensor.executor import Switch
 from fourfold.placement.tensor.linears import Siblings
