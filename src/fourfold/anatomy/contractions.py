@@ -92,7 +92,8 @@ def attention(reading: Reading, op: Op) -> None:
         reading.trouble(op, "attention of heads over x and heads over y", spreads)
     if lead.dim is not None and lead.dim <= heads:
         dims = tuple(_marked(lead, dim) for dim in range(len(result.shape) - 1))
-        reading.put(result, Spread(lead.axis, (*dims, plain(result.shape[-1]))))
+        before = frozenset().union(*(spread.makers for spread in spreads))
+        reading.put(result, Spread(lead.axis, (*dims, plain(result.shape[-1])), before=before))
 
 
 def _head(reading: Reading, op: Op, ref: Ref, lead: Spread, heads: int) -> None:
@@ -141,7 +142,7 @@ def product(reading: Reading, op: Op, terms: list[Term], out: str) -> None:
     at = out.index(letter)
     marked = _marked(lead, term.letters.index(letter))
     dims = tuple(marked if dim == at else plain(size) for dim, size in enumerate(result.shape))
-    reading.put(result, Spread(lead.axis, dims))
+    reading.put(result, Spread(lead.axis, dims, before=frozenset().union(*(spread.makers for _, spread in spreads))))
 
 
 def _weighted(reading: Reading, op: Op, x: Term, weight: Term, view: View, contracted: str, out: str) -> None:
@@ -158,7 +159,7 @@ def _weighted(reading: Reading, op: Op, x: Term, weight: Term, view: View, contr
         letter = x.letters[spread.dim or 0]
         dims = [plain(size) for size in result.shape]
         dims[out.index(letter)] = _marked(spread, spread.dim or 0)
-        reading.put(result, Spread(spread.axis, tuple(dims)))
+        reading.put(result, Spread(spread.axis, tuple(dims), before=spread.makers))
         return
     contract = spread.axis if spread is not None else None
     size = result.shape[at]

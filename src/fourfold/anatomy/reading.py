@@ -103,7 +103,7 @@ class Reading:
 
     def trouble(self, op: Op, line: str, spreads: Iterable[Spread | None] = ()) -> None:
         """Note what cannot be split."""
-        suspects = frozenset(s.weight for spread in spreads if spread for s in spread.sources)
+        suspects = frozenset().union(*(spread.makers for spread in spreads if spread))
         self.found.troubles.append(Trouble(op.where, f"{op.where or 'the model'}: {line}", suspects))
 
     def crossed(self, op: Op, spread: Spread) -> None:
@@ -151,7 +151,7 @@ class Reading:
 
     def _made(self, ref: Ref) -> frozenset[str]:
         spread = self.spread(ref)
-        return frozenset(source.weight for source in spread.sources) if spread else frozenset()
+        return spread.makers if spread else frozenset()
 
     def _enter(self, event: Enter) -> None:
         if self._hidden is not None:
@@ -270,7 +270,10 @@ def joined(reading: Reading, op: Op, shape: tuple[int, ...]) -> Spread | None:
         view = reading.view(ref)
         if view is not None:
             reading.joins(view, lead, ref.shape)
-    return lead._replace(sources=frozenset().union(*(s.sources for s in spreads if s.axis == lead.axis)))
+    return lead._replace(
+        sources=frozenset().union(*(s.sources for s in spreads if s.axis == lead.axis)),
+        before=frozenset().union(*(s.before for s in spreads)),
+    )
 
 
 def _agree(reading: Reading, op: Op, lead: Spread, other: Spread) -> None:

@@ -39,11 +39,18 @@ class Spread(NamedTuple):
         axis: that splits them; None if they are whole.
         dims: the atoms of every dim.
         sources: what the features are, as long as nothing has mixed them.
+        before: weights that made what was mixed into them.
     """
 
     axis: str | None
     dims: tuple[Dim, ...]
     sources: frozenset[Segment] = frozenset()
+    before: frozenset[str] = frozenset()
+
+    @property
+    def makers(self) -> frozenset[str]:
+        """All weights that are known to have made these features, mixed since then or not."""
+        return self.before.union(source.weight for source in self.sources)
 
     @property
     def split(self) -> tuple[int, int] | None:

@@ -9,6 +9,7 @@ transcript. What is alike in all blocks is treated alike.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from heapq import heappop, heappush
 from itertools import count
@@ -64,7 +65,7 @@ class _Search:
     def best(self, *, bare: bool) -> Roles:
         """Uniform-cost search; the cost of a choice is the number of weights that every rank then holds."""
         order, tries = count(), 0
-        waiting: list[tuple[int, int, Choice, str, frozenset[str]]] = [(0, 0, (), "", frozenset())]
+        waiting: list[tuple[int, int, Choice, str, Counter[str]]] = [(0, 0, (), "", Counter())]
         best: tuple[int, int, Roles] | None = None
         seen: set[Choice] = set()
         while waiting and tries < TRIES:
@@ -79,8 +80,8 @@ class _Search:
                 best = (len(troubles), cost, read.roles)
             if not troubles:
                 break
-            kinds = frozenset(map(_kind, troubles))
-            if against in kinds:
+            kinds = Counter(map(_kind, troubles))
+            if kinds[against] >= before[against] > 0:
                 continue  # the choice did not help
             if kinds < before:
                 waiting.clear()  # it helped and did no harm: what is left has nothing to do with it
