@@ -119,7 +119,8 @@ class _Search:
         starts = {trouble.where}
         for weight in weights:
             linear = read.roles.linears.get(weight)
-            starts.add(linear.module if linear else weight.rpartition(".")[0])
+            path, _, place = weight.partition(":")  # an output of a module that runs whole already
+            starts.add(linear.module if linear else path if place else weight.rpartition(".")[0])
         for start in starts:
             parts = start.split(".")
             yield from (".".join(parts[:length]) for length in range(1, len(parts) + 1))
