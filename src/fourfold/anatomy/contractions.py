@@ -85,6 +85,7 @@ def attention(reading: Reading, op: Op) -> None:
     if not spreads:
         return
     heads = len(result.shape) - 3
+    _share(reading, op, spreads)
     lead = max(spreads, key=lambda spread: (spread.axis is not None, reading.spread(query) is spread))
     for ref in (query, key, value):
         _head(reading, op, ref, lead, heads)
@@ -92,7 +93,15 @@ def attention(reading: Reading, op: Op) -> None:
         reading.trouble(op, "attention of heads over x and heads over y", spreads)
     if lead.dim is not None and lead.dim <= heads:
         dims = tuple(_marked(lead, dim) for dim in range(len(result.shape) - 1))
-        reading.put(result, Spread(lead.axis, (*dims, plain(result.shape[-1]))))
+        before = frozenset().union(*(spread.made_of for spread in spreads))
+        reading.put(result, Spread(lead.axis, (*dims, plain(result.shape[-1])), before=before))
+
+
+def _share(reading: Reading, op: Op, spreads: list[Spread]) -> None:
+    """What is whole beside split features is used in part."""
+    axis = next((spread.axis for spread in spreads if spread.axis), None)
+    for spread in spreads:
+        reading.in_part(op, spread, axis)
 
 
 def _head(reading: Reading, op: Op, ref: Ref, lead: Spread, heads: int) -> None:
@@ -117,6 +126,7 @@ def product(reading: Reading, op: Op, terms: list[Term], out: str) -> None:
                 _weighted(reading, op, x, weight, view, shared.pop(), out)
                 return
     result = op.results[0]
+    _share(reading, op, [spread for term in terms if (spread := reading.spread(term.ref)) is not None])
     spreads = [(term, spread) for term in terms if (spread := reading.spread(term.ref)) is not None]
     split = [(term, spread, term.letters[spread.dim]) for term, spread in spreads if spread.dim is not None]
     for _, spread, letter in split:
@@ -141,7 +151,7 @@ def product(reading: Reading, op: Op, terms: list[Term], out: str) -> None:
     at = out.index(letter)
     marked = _marked(lead, term.letters.index(letter))
     dims = tuple(marked if dim == at else plain(size) for dim, size in enumerate(result.shape))
-    reading.put(result, Spread(lead.axis, dims))
+    reading.put(result, Spread(lead.axis, dims, before=frozenset().union(*(spread.made_of for _, spread in spreads))))
 
 
 def _weighted(reading: Reading, op: Op, x: Term, weight: Term, view: View, contracted: str, out: str) -> None:
@@ -158,7 +168,7 @@ def _weighted(reading: Reading, op: Op, x: Term, weight: Term, view: View, contr
         letter = x.letters[spread.dim or 0]
         dims = [plain(size) for size in result.shape]
         dims[out.index(letter)] = _marked(spread, spread.dim or 0)
-        reading.put(result, Spread(spread.axis, tuple(dims)))
+        reading.put(result, Spread(spread.axis, tuple(dims), before=spread.made_of))
         return
     contract = spread.axis if spread is not None else None
     size = result.shape[at]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from fourfold.anatomy.roles import Dropout, Linear, Norm, Raw, Roles, Trouble, Whole
 from fourfold.anatomy.spread import Segment, Spread, aligned, fresh
 from fourfold.anatomy.transcript import Enter, Leave, Op, Ref, Transcript
+from fourfold.anatomy.uses import Uses
 
 
 class View(NamedTuple):
@@ -59,6 +60,7 @@ class Reading:
         self._readers: dict[int, list[str]] = {}
         self._units: dict[str, int] = {}
         self._cuts: dict[str, set[int]] = {}
+        self._uses = Uses()
         self._hidden: str | None = None
         self._norm: str | None = None
 
@@ -103,7 +105,7 @@ class Reading:
 
     def trouble(self, op: Op, line: str, spreads: Iterable[Spread | None] = ()) -> None:
         """Note what cannot be split."""
-        suspects = frozenset(s.weight for spread in spreads if spread for s in spread.sources)
+        suspects = frozenset().union(*(spread.makers for spread in spreads if spread))
         self.found.troubles.append(Trouble(op.where, f"{op.where or 'the model'}: {line}", suspects))
 
     def crossed(self, op: Op, spread: Spread) -> None:
@@ -144,6 +146,17 @@ class Reading:
             self.found.troubles.append(Trouble(op.where, f"{name}: {line}", self._made(x)))
         self._readers.setdefault(x.number, []).append(name)
         self.feeds.setdefault(name, set()).update(self._made(x))
+        self._in_full(op.where, self.spread(x))
+
+    def _in_full(self, where: str, spread: Spread | None) -> None:
+        """All ranks use these features alike, or sum the gradients of what they make of them."""
+        if spread is not None and spread.axis is None:
+            self._uses.note(where, spread, None)
+
+    def in_part(self, op: Op, spread: Spread, axis: str | None) -> None:
+        """Every rank of an axis uses these features for split features of its own."""
+        if spread.axis is None and axis is not None:
+            self._uses.note(op.where, spread, axis)
 
     def inside_block(self, path: str) -> bool:
         """The module is a block or in one."""
@@ -151,13 +164,15 @@ class Reading:
 
     def _made(self, ref: Ref) -> frozenset[str]:
         spread = self.spread(ref)
-        return frozenset(source.weight for source in spread.sources) if spread else frozenset()
+        return spread.makers if spread else frozenset()
 
     def _enter(self, event: Enter) -> None:
         if self._hidden is not None:
             return
         spreads = [spread for spread in map(self.spread, event.inputs) if spread is not None]
         if event.path in self.whole:
+            for spread in spreads:
+                self._in_full(event.path, spread)
             axes = [spread.axis for spread in spreads if spread.axis] or [None]
             self._hidden = event.path
             whole = self.found.whole.setdefault(event.path, Whole(axes[0], self.whole[event.path]))
@@ -175,12 +190,16 @@ class Reading:
     def _leave(self, event: Leave) -> None:
         if event.path == self._hidden:
             self._hidden = None
-            for ref in event.outputs:
-                self.put(ref, fresh(self.whole[event.path], ref.shape, -1) if ref.shape else None)
+            axis = self.whole[event.path]
+            for place, ref in enumerate(event.outputs):
+                made = segment(f"{event.path}:{place}", ref.shape[-1]) if ref.shape and axis is None else frozenset()
+                self.put(ref, fresh(axis, ref.shape, -1, made) if ref.shape else None)
         if event.path == self._norm:
             self._norm = None
         if event.path == "":
-            spreads = map(self.spread, event.outputs)
+            spreads = list(map(self.spread, event.outputs))
+            for spread in spreads:
+                self._in_full("", spread)
             self.found.outputs = tuple(spread.axis if spread else None for spread in spreads)
 
     def _read(self, op: Op) -> None:
@@ -205,6 +224,7 @@ class Reading:
             norm = found.norms.get(name.rpartition(".")[0])
             if name in found.linears or name in found.embeddings or (norm is not None and norm == tuple(raw)):
                 del found.raw[name]  # what the norm says holds for its weight
+        self._uses.settle(found)
         return found
 
 
@@ -270,11 +290,21 @@ def joined(reading: Reading, op: Op, shape: tuple[int, ...]) -> Spread | None:
         view = reading.view(ref)
         if view is not None:
             reading.joins(view, lead, ref.shape)
-    return lead._replace(sources=frozenset().union(*(s.sources for s in spreads if s.axis == lead.axis)))
+    return lead._replace(
+        sources=frozenset().union(*(s.sources for s in spreads if s.axis == lead.axis)),
+        before=frozenset().union(*(s.before for s in spreads), acting(reading, op, lead)),
+    )
+
+
+def acting(reading: Reading, op: Op, spread: Spread) -> frozenset[Segment]:
+    """The parameters that join whole features here: their gradients are as whole, or as partial, as these features'."""
+    views = [view.name for ref in op.operands if (view := reading.view(ref)) is not None]
+    return frozenset(Segment(name, 0, 1) for name in views) if spread.axis is None else frozenset()
 
 
 def _agree(reading: Reading, op: Op, lead: Spread, other: Spread) -> None:
     """Of two tensors that are joined, both are split at the same places."""
+    reading.in_part(op, other, lead.axis)
     if other.axis is None and lead.axis is not None:
         if other.dim == lead.dim and not other.shared:
             reading.trouble(op, f"{op.name} joins whole features with features over {lead.axis}", [lead, other])

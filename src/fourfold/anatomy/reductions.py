@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fourfold.anatomy.reading import Reading, flow, segment
+from fourfold.anatomy.reading import Reading, acting, flow, segment
 from fourfold.anatomy.spread import Spread, dropped, fresh, plain
 from fourfold.anatomy.transcript import Op, is_ref
 from fourfold.anatomy.views import taken
@@ -24,12 +24,13 @@ def reduce(reading: Reading, op: Op) -> None:
     reading.keep(spread)
     if spread.dim in dims:
         reading.crossed(op, spread)
+    views = [(ref, view) for ref in op.operands[1:] if (view := reading.view(ref)) is not None]
+    made = spread.made_of | acting(reading, op, spread)
     for result in op.results:
-        reading.put(result, _left(spread, dims, x.shape, result.shape))
-    for ref in op.operands[1:]:
-        view = reading.view(ref)
-        if view is not None:  # the affine weights of a norm
-            reading.joins(view, spread, ref.shape)
+        left = _left(spread, dims, x.shape, result.shape)
+        reading.put(result, left and left._replace(before=made))
+    for ref, view in views:  # the affine weights of a norm
+        reading.joins(view, spread, ref.shape)
 
 
 def _left(spread: Spread, dims: set[int], before: tuple[int, ...], after: tuple[int, ...]) -> Spread | None:

@@ -80,6 +80,18 @@ class Whole(NamedTuple):
     output: str | None
 
 
+class Shared(NamedTuple):
+    """Whole features that every rank of an axis uses for split features of its own: their gradient is partial over it.
+
+    Attributes:
+        axis: over which their gradient must be summed.
+        columns: (start, stop) of these features among those of the tensor, in order.
+    """
+
+    axis: str
+    columns: tuple[tuple[int, int], ...]
+
+
 class Dropout(NamedTuple):
     """A dropout that ran.
 
@@ -136,6 +148,8 @@ class Roles:
         norms: module path → what it normalises across.
         raw: parameter → how it joins activations.
         whole: module path → what is gathered for it and cut after it.
+        shared: weight of a reducing linear, or "PATH:PLACE" (the floating outputs of a module that runs whole, by their
+            place) → what of these outputs split features use.
         siblings: groups of linear weights that read the very same tensor, in order of use.
         dropouts: in order of execution.
         outputs: axis of each floating tensor that the root module returned.
@@ -147,6 +161,7 @@ class Roles:
     norms: dict[str, Norm] = field(default_factory=dict)
     raw: dict[str, Raw] = field(default_factory=dict)
     whole: dict[str, Whole] = field(default_factory=dict)
+    shared: dict[str, Shared] = field(default_factory=dict)
     siblings: tuple[tuple[str, ...], ...] = ()
     dropouts: list[Dropout] = field(default_factory=list)
     outputs: tuple[str | None, ...] = ()

@@ -39,11 +39,23 @@ class Spread(NamedTuple):
         axis: that splits them; None if they are whole.
         dims: the atoms of every dim.
         sources: what the features are, as long as nothing has mixed them.
+        before: of what is mixed into them.
     """
 
     axis: str | None
     dims: tuple[Dim, ...]
     sources: frozenset[Segment] = frozenset()
+    before: frozenset[Segment] = frozenset()
+
+    @property
+    def made_of(self) -> frozenset[Segment]:
+        """All that is known to be in these features, mixed or not."""
+        return self.sources | self.before
+
+    @property
+    def makers(self) -> frozenset[str]:
+        """The weights that are known to have made these features."""
+        return frozenset(segment.weight for segment in self.made_of)
 
     @property
     def split(self) -> tuple[int, int] | None:

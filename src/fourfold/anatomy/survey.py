@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fourfold.anatomy.blocks import Call, Calls, blocks
 from fourfold.anatomy.rehearsal import Rehearsal
-from fourfold.anatomy.roles import BATCH_NORMS, BatchNorm, Dropout, Linear, Norm, Raw, Whole
+from fourfold.anatomy.roles import BATCH_NORMS, BatchNorm, Dropout, Linear, Norm, Raw, Shared, Whole
 from fourfold.anatomy.rows import Forward, find, rows_of, with_telling_rows
 from fourfold.anatomy.ties import own_names, ties
 from fourfold.anatomy.transcript import Transcript
@@ -47,6 +47,8 @@ class Anatomy:
         raw: parameter that joins activations elementwise → axis of these, and whether it is split like them.
         whole: path of a module that must run on whole features → axes over which its input lies and its output is
             cut. What is inside one is in none of the others.
+        shared: weight of a reducing linear, or "PATH:PLACE" of an output of a module that runs whole → the features of
+            it whose gradient is partial over an axis, since split features use them.
         outputs: axis of the features of each floating tensor that the model returned, in order of leaves.
         siblings: groups of linear weights that read the very same tensor.
         dropouts: every dropout in order of execution.
@@ -84,6 +86,7 @@ class Anatomy:
     repeated: tuple[str, ...] = ()
     whole: dict[str, Whole] = field(default_factory=dict)
     outputs: tuple[str | None, ...] = ()
+    shared: dict[str, Shared] = field(default_factory=dict)
 
     @property
     def inexact(self) -> tuple[str, ...]:
@@ -217,6 +220,7 @@ def _run(attempt: Twin, loss: Loss, failures: tuple[str, ...], whole: tuple[str,
         unknown_rows=rows.unknown,
         whole=roles.whole,
         outputs=roles.outputs,
+        shared=roles.shared,
         repeated=tuple(sorted(rehearsal.repeated | {norm.module for norm in transcript.batch_norms if norm.repeated})),
     )
 

@@ -229,7 +229,8 @@ def put_together(reading: Reading, op: Op) -> None:
     stride = lead.dims[dim][-1].stride if lead.dims[dim] else 0
     atoms = (Atom(result.shape[dim], stride),) if result.shape[dim] > 1 else ()
     sources = lead.sources if lead.dim != dim else frozenset()
-    reading.put(result, Spread(lead.axis, (*lead.dims[:dim], atoms, *lead.dims[dim + 1 :]), sources))
+    before = frozenset().union(*(spread.made_of for _, spread in spreads))
+    reading.put(result, Spread(lead.axis, (*lead.dims[:dim], atoms, *lead.dims[dim + 1 :]), sources, before))
 
 
 def _check_parts(reading: Reading, op: Op, lead: Spread, parts: Sequence[Ref], dim: int) -> None:
@@ -238,6 +239,7 @@ def _check_parts(reading: Reading, op: Op, lead: Spread, parts: Sequence[Ref], d
         spread, view = reading.spread(part), reading.view(part)
         if spread is not None:
             reading.keep(spread)
+            reading.in_part(op, spread, lead.axis)
             if spread.axis and lead.axis and spread.axis != lead.axis:
                 reading.trouble(op, "cat joins features over x with features over y", [lead, spread])
             elif spread.axis is None and lead.axis is not None and spread.dim == lead.dim != dim and not spread.shared:
@@ -269,7 +271,11 @@ def copied(reading: Reading, op: Op) -> None:
         if dim is not None:
             dims[dim] = atoms if size == base.shape[dim] else _longer(atoms, base.shape[dim])
     before = reading.spread(base)
-    written = Spread(part.axis, tuple(dims), part.sources if shape == base.shape else frozenset())
+    made = part.made_of | (before.made_of if before is not None else frozenset())
+    written = Spread(part.axis, tuple(dims), part.sources if shape == base.shape else frozenset(), made)
+    for one, other in ((part, before), (before, part)):
+        if one is not None and other is not None:
+            reading.in_part(op, one, other.axis)
     cut_here = part.dim is not None and kept[part.dim] is not None and shape[part.dim] != base.shape[kept[part.dim]]
     if part.axis is not None and cut_here:
         reading.trouble(op, f"puts features over {part.axis} side by side", [part])
@@ -278,6 +284,8 @@ def copied(reading: Reading, op: Op) -> None:
         reading.trouble(op, f"{op.name} joins features over x with features over y", [before, part])
     if before is None or (before.axis is None and part.axis is not None):
         reading.put(base, written)
+    else:
+        reading.put(base, before._replace(before=made))
 
 
 def _longer(atoms: tuple[Atom, ...], size: int) -> tuple[Atom, ...]:

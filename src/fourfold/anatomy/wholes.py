@@ -9,6 +9,7 @@ transcript. What is alike in all blocks is treated alike.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from heapq import heappop, heappush
@@ -71,10 +72,10 @@ class _Search:
     def best(self, *, bare: bool) -> Roles:
         """Uniform-cost search; the cost of a choice is the number of weights that every rank then holds."""
         order, tries = count(), 0
-        waiting: list[tuple[int, int, Choice, str, frozenset[str]]] = []
+        waiting: list[tuple[int, int, Choice, str, Counter[str]]] = []
         for outputs in product((None, "x", "y"), repeat=len(self.asked)):
             choice = tuple(sorted(zip(self.asked, outputs, strict=True), key=str))
-            waiting.append((0, next(order), choice, "", frozenset()))
+            waiting.append((0, next(order), choice, "", Counter()))
         best: tuple[int, int, Roles] | None = None
         seen: set[Choice] = set()
         while waiting and tries < TRIES:
@@ -89,8 +90,8 @@ class _Search:
                 best = (len(troubles), cost, read.roles)
             if not troubles:
                 break
-            kinds = frozenset(map(_kind, troubles))
-            if against in kinds:
+            kinds = Counter(map(_kind, troubles))
+            if kinds[against] >= before[against] > 0:
                 continue  # the choice did not help
             if kinds < before:
                 waiting.clear()  # it helped and did no harm: what is left has nothing to do with it
@@ -128,7 +129,8 @@ class _Search:
         starts = {trouble.where}
         for weight in weights:
             linear = read.roles.linears.get(weight)
-            starts.add(linear.module if linear else weight.rpartition(".")[0])
+            path, _, place = weight.partition(":")  # an output of a module that runs whole already
+            starts.add(linear.module if linear else path if place else weight.rpartition(".")[0])
         for start in starts:
             parts = start.split(".")
             yield from (".".join(parts[:length]) for length in range(1, len(parts) + 1))

@@ -22,8 +22,8 @@ class Siblings(Uncopied):
         contract, output: the axes over which their input and their output features lie.
         layout: of the weights: "out,in" or "in,out".
         tuning: how their products run.
-        shared: every rank of `contract` goes on with other features, which these outputs scale: their gradients are
-            sums over it, too.
+        shared: every rank of it goes on with other features, which these outputs scale: their gradients are sums over
+            it, too.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Siblings(Uncopied):
         layout: str,
         *,
         tuning: Tuning,
-        shared: bool = False,
+        shared: Axis | None = None,
     ) -> None:
         self.modules, self.contract, self.output, self.layout = modules, contract, output, layout
         self.tuning, self.shared = tuning, shared
@@ -54,7 +54,7 @@ class Siblings(Uncopied):
     def compute(self, x: Tensor) -> tuple[Tensor, ...]:
         """All outputs [..., output features here] of x [..., input features here]."""
         found = self.product(x, self.biases)
-        return tuple(ops.identity_sum(one, self.contract) for one in found) if self.shared else found
+        return found if self.shared is None else tuple(ops.identity_sum(one, self.shared) for one in found)
 
     def product(self, x: Tensor, biases: Sequence[Tensor | None], **settings: Any) -> tuple[Tensor, ...]:
         """`product` of the weights as they are now."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from fourfold.placement.cut import Share
@@ -16,19 +17,44 @@ from fourfold.torch_private import map_leaves
 from fourfold.wire import Axis, ops
 
 
+class Sum(NamedTuple):
+    """Features [start, stop) of a whole output that ranks of an axis use for split features: gradients are summed."""
+
+    axis: Axis
+    columns: tuple[tuple[int, int], ...]
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The same tensor; its gradient is whole as well."""
+        if self.columns == ((0, whole.shape[-1]),):
+            return ops.identity_sum(whole, self.axis)
+        parts, at = [], 0
+        for start, stop in self.columns:
+            parts += [whole[..., at:start], ops.identity_sum(whole[..., start:stop].contiguous(), self.axis)]
+            at = stop
+        return torch.cat([*parts, whole[..., at:]], -1)
+
+
 class WholeExecutor(Executor):
     """A module nobody knows how to split.
 
     Attributes:
         axis, share: over which its input's features lie, and how; None: they are whole.
         output, dealt: over which the features of its outputs are cut again, and how; None: they stay whole.
+        sums: by place among its floating outputs, what ranks use for split features where the outputs stay whole.
     """
 
     def __init__(
-        self, switch: Switch, module: nn.Module, axis: Axis, share: Share | None, output: Axis, dealt: Share | None
+        self,
+        switch: Switch,
+        module: nn.Module,
+        axis: Axis,
+        share: Share | None,
+        output: Axis,
+        dealt: Share | None,
+        sums: Mapping[int, Sum],
     ) -> None:
         super().__init__(switch, module)
-        self.axis, self.share, self.output, self.dealt = axis, share, output, dealt
+        self.axis, self.share, self.output, self.dealt, self.sums = axis, share, output, dealt, sums
 
     def on_blocks(self, *args: Any, **kwargs: Any) -> Any:
         """Gather every floating tensor that has as many features in its last dim as this rank holds."""
@@ -39,13 +65,23 @@ class WholeExecutor(Executor):
                 return value
             return ops.gather_cut(value, self.axis, sizes=extents(share))
 
+        places = count()
+
         def cut(value: Any) -> Any:
             dealt = self.dealt
+            place = next(places) if isinstance(value, Tensor) and not is_integral(value) else -1
+            if place in self.sums:
+                return self.sums[place].of(value)
             if dealt is None or not has_features(value, sum(extents(dealt))):
                 return value
             return ops.cut_gather(value, self.output, sizes=extents(dealt))
 
         return map_leaves(cut, self.inner(*map_leaves(gathered, args), **map_leaves(gathered, kwargs)))
+
+
+def is_integral(value: Tensor) -> bool:
+    """Whether it can have no gradient, by its type."""
+    return not (value.is_floating_point() or value.is_complex())
 
 
 def has_features(value: Any, count: int) -> bool:

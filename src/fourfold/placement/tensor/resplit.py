@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ from fourfold.anatomy.wholes import alike
 from fourfold.placement.refusals import PlacementError
 from fourfold.placement.tensor.dealing import Dealing
 from fourfold.placement.tensor.executor import Executor, Switch
-from fourfold.placement.tensor.regions import has_features
+from fourfold.placement.tensor.regions import Sum, has_features, is_integral
 from fourfold.placement.tensor.rowwise import Held, Rowwise, within
 from fourfold.plan.grid import Grid
 from fourfold.torch_private import leaves, map_leaves
@@ -151,6 +152,7 @@ class ResplitExecutor(Executor):
         given: how the features of its inputs lie; None: they are whole.
         made: how those of its outputs are to lie; None: they stay whole.
         both: x and y as one axis.
+        sums: by place among its floating outputs, what ranks use for split features where the outputs stay whole.
     """
 
     def __init__(
@@ -163,15 +165,26 @@ class ResplitExecutor(Executor):
         given: Lying | None,
         made: Lying | None,
         both: Axis,
+        sums: Mapping[int, Sum],
     ) -> None:
         super().__init__(switch, module)
         self.path, self.rowwise, self.resplit = path, rowwise, resplit
-        self.given, self.made, self.both = given, made, both
+        self.given, self.made, self.both, self.sums = given, made, both, sums
 
     def on_blocks(self, *args: Any, **kwargs: Any) -> Any:
         """This rank's rows of every tensor, the module, all rows of what it gives."""
+        places = count()
+
+        def whole(value: Tensor, held: Held | None) -> Tensor:
+            assert held is not None  # `rowwise.find` refuses outputs without rows
+            place = -1 if is_integral(value) else next(places)
+            if place in self.sums:
+                return self.sums[place].of(self.resplit.all(value, held))
+            lying = self.made if self.made is not None and self.made.has(value, here=False) else None
+            return self.resplit.all(value, held, lying)
+
         args, kwargs = self._changed(self._own, (args, kwargs), self.rowwise.given, "is given")
-        return self._changed(self._all, self.inner(*args, **kwargs), self.rowwise.gave, "gives")
+        return self._changed(whole, self.inner(*args, **kwargs), self.rowwise.gave, "gives")
 
     def _changed(self, change: Any, value: Any, held: Sequence[Held | None], verb: str) -> Any:
         found = sum(isinstance(leaf, Tensor) for leaf in leaves(value))
@@ -191,11 +204,6 @@ class ResplitExecutor(Executor):
             value = ops.gather_cut(value, lying.axis, sizes=lying.sizes)
         # What every row reads has a gradient from each: the ranks' rows give parts of it.
         return ops.identity_sum(value, self.both) if value.requires_grad else value
-
-    def _all(self, value: Tensor, held: Held | None) -> Tensor:
-        assert held is not None  # `rowwise.find` refuses outputs without rows
-        lying = self.made if self.made is not None and self.made.has(value, here=False) else None
-        return self.resplit.all(value, held, lying)
 
 
 class RootExecutor(Executor):

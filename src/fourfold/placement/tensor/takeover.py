@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from fourfold.anatomy import Anatomy, Linear, own_names
+from fourfold.anatomy import Anatomy, own_names
 from fourfold.placement.tensor.between import Between
 from fourfold.placement.tensor.dealing import Dealing, features_of
 from fourfold.placement.tensor.executor import Switch
@@ -17,7 +17,7 @@ from fourfold.placement.tensor.experts import refuse as refuse_experts
 from fourfold.placement.tensor.heads import Counts, Patch, patches
 from fourfold.placement.tensor.linears import ConvolutionExecutor, LinearExecutor
 from fourfold.placement.tensor.norms import GroupExecutor, NormExecutor
-from fourfold.placement.tensor.regions import WholeExecutor, extents
+from fourfold.placement.tensor.regions import Sum, WholeExecutor, extents
 from fourfold.placement.tensor.resplit import Lying, Resplit, ResplitExecutor, RootExecutor
 from fourfold.placement.tensor.rowwise import Rowwise
 from fourfold.placement.tensor.tuning import Tuning
@@ -63,11 +63,12 @@ class Takeover:
                 self.between.table(module, self.dealing.cuts[names[id(module.weight)]], self.switch)
         resplit = Resplit(self.mesh["x"], self.mesh["y"])
         for path, whole in self.anatomy.whole.items():
-            axis = self.between.axis(whole.inputs)
+            axes = self.between.axis(whole.inputs), self.between.axis(whole.output)
+            sums = {place: sums for place, sums in self._sums(path) if sums[0].size > 1}
             if path in self.rowwise:
-                self._attach_resplit(model, path, resplit)
-            elif axis.size > 1 or self.between.axis(whole.output).size > 1:
-                self._attach_whole(model, path)
+                self._attach_resplit(model, path, resplit, sums)
+            elif sums or any(axis.size > 1 for axis in axes):
+                self._attach_whole(model, path, sums)
         if self.rowwise:
             RootExecutor(self.switch, model, self.rowwise[""], resplit)
         for patch in self._patches:
@@ -80,13 +81,15 @@ class Takeover:
             contract, output = self.between.axis(first.contract), self.between.axis(first.output)
             modules = [model.get_submodule(linears[name].module) for name in group]
             self._count_heads(model, group)
-            if contract.size == output.size == 1:
+            about = self.anatomy.shared.get(group[0])
+            shared = self.between.axis(about.axis) if about is not None else None
+            if contract.size == output.size == 1 and (shared is None or shared.size == 1):
                 continue
             if isinstance(modules[0], CONVOLUTIONS):
                 ConvolutionExecutor(self.switch, modules[0], contract, output)
                 continue
-            about: dict[str, Any] = {"tuning": self.tuning, "shared": first.role == "reducing"}
-            siblings = self.between.siblings(first, modules, about)
+            settings: dict[str, Any] = {"tuning": self.tuning, "shared": shared}
+            siblings = self.between.siblings(first, modules, settings)
             for number, module in enumerate(modules):
                 LinearExecutor(self.switch, module, siblings, number)
 
@@ -97,15 +100,16 @@ class Takeover:
             if name in done or linear.layout not in ("out,in", "in,out"):
                 continue
             together = next((names for names in self.anatomy.siblings if name in names), (name,))
-            group = [one for one in together if one not in done and self._alike(linear, self.anatomy.linears.get(one))]
+            group = [one for one in together if one not in done and self._alike(name, one)]
             if isinstance(model.get_submodule(linear.module), CONVOLUTIONS):
                 group = [name]
             done.update(group)
             yield group
 
-    @staticmethod
-    def _alike(one: Linear, other: Linear | None) -> bool:
-        return other is not None and one[:4] == other[:4]
+    def _alike(self, name: str, beside: str) -> bool:
+        one, other = (self.anatomy.linears.get(weight) for weight in (name, beside))
+        shared = self.anatomy.shared
+        return one is not None and other is not None and one[:4] == other[:4] and shared.get(name) == shared.get(beside)
 
     def _count_heads(self, model: nn.Module, group: list[str]) -> None:
         """The module that holds the projections of an attention may keep counts of heads."""
@@ -161,15 +165,22 @@ class Takeover:
             assert share is not None
             NormExecutor(self.switch, module, path, self.mesh[norm.axis], extents(share))
 
-    def _attach_whole(self, model: nn.Module, path: str) -> None:
+    def _sums(self, path: str) -> Iterator[tuple[int, Sum]]:
+        """By place among the floating outputs of a module that runs whole, what of their gradients is summed."""
+        for name, shared in self.anatomy.shared.items():
+            module, _, place = name.rpartition(":")
+            if module == path:
+                yield int(place), Sum(self.between.axis(shared.axis), shared.columns)
+
+    def _attach_whole(self, model: nn.Module, path: str, sums: Mapping[int, Sum]) -> None:
         whole = self.anatomy.whole[path]
         given, made = self.widths[path]
         share = None if self.between.axis(whole.inputs).size == 1 else self.dealing.evenly(given, whole.inputs or "")
         dealt = None if self.between.axis(whole.output).size == 1 else self.dealing.evenly(made, whole.output or "")
         axes = self.between.axis(whole.inputs), self.between.axis(whole.output)
-        WholeExecutor(self.switch, model.get_submodule(path), axes[0], share, axes[1], dealt)
+        WholeExecutor(self.switch, model.get_submodule(path), axes[0], share, axes[1], dealt, sums)
 
-    def _attach_resplit(self, model: nn.Module, path: str, resplit: Resplit) -> None:
+    def _attach_resplit(self, model: nn.Module, path: str, resplit: Resplit, sums: Mapping[int, Sum]) -> None:
         whole = self.anatomy.whole[path]
         given, made = (
             None
@@ -177,7 +188,7 @@ class Takeover:
             else Lying(self.mesh[name], extents(self.dealing.evenly(width, name)))
             for name, width in zip((whole.inputs, whole.output), self.widths[path], strict=True)
         )
-        about = self.rowwise[path], resplit, given, made, self.mesh.over("x", "y")
+        about = self.rowwise[path], resplit, given, made, self.mesh.over("x", "y"), sums
         ResplitExecutor(self.switch, model.get_submodule(path), path, *about)
 
     def be(self, *, split: bool) -> None:
