@@ -10,7 +10,7 @@ What the gather brings is kept for the weights' gradients.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,11 +19,11 @@ from fourfold import randomness
 from fourfold.anatomy import Linear
 from fourfold.placement.cut import Share, deal
 from fourfold.placement.refusals import PlacementError
-from fourfold.placement.tensor.between import Between
+from fourfold.placement.tensor.between import Between, GatheringExecutor
 from fourfold.placement.tensor.dealing import Dealing, bias_of
-from fourfold.placement.tensor.executor import Executor, Switch
+from fourfold.placement.tensor.executor import Switch
+from fourfold.placement.tensor.experts import Exchange
 from fourfold.placement.tensor.linears import Siblings
-from fourfold.placement.tensor.regions import on_first
 from fourfold.placement.tensor.rehearsal import Run
 from fourfold.wire import Axis, Mesh, ops
 from fourfold.wire.formulas import shares
@@ -53,28 +53,29 @@ class Time:
                 f"found {list(x.shape)}; choose algorithm: 1d"
             )
         self.rows, self.steps = x.shape[:2]
-        return ops.cut_gather(x, self.axis, dim=1, sizes=self.sizes(x))
+        return ops.cut_gather(x, self.axis, dim=1, sizes=self.sizes())
 
-    def end(self, x: Tensor) -> Tensor:
-        """All time steps of what the last block gives."""
-        return ops.gather_cut(x, self.axis, dim=self.dim(x), sizes=self.sizes(x))
+    def whole(self, x: Tensor) -> Tensor:
+        """All time steps, for what every rank computes alike; what the last block gives."""
+        return self._changed(ops.gather_cut, x)
 
     def gathered(self, x: Tensor) -> Tensor:
         """All time steps; in backward their gradients are summed and dealt out again."""
-        return ops.gather_scatter(x, self.axis, dim=self.dim(x), sizes=self.sizes(x))
+        return self._changed(ops.gather_scatter, x)
 
     def scattered(self, x: Tensor) -> Tensor:
         """The sum over the axis of this rank's time steps; in backward their gradients are gathered."""
-        return ops.scatter_gather(x, self.axis, dim=self.dim(x), sizes=self.sizes(x))
+        return self._changed(ops.scatter_gather, x)
 
-    def dim(self, x: Tensor) -> int:
-        """Of time: tokens may be flattened, a rank's own one after the other."""
-        return 1 if x.dim() == 3 else 0
+    def _changed(self, exchange: Callable[..., Tensor], x: Tensor) -> Tensor:
+        """Of [rows, time, features], or of tokens [rows · time, features]."""
+        rows = x if x.dim() == 3 else x.unflatten(0, (self.rows, -1))
+        found = exchange(rows, self.axis, dim=1, sizes=self.sizes())
+        return found if x.dim() == 3 else found.flatten(0, 1)
 
-    def sizes(self, x: Tensor) -> list[int]:
-        """Every rank's extent along that dim."""
-        each = 1 if x.dim() == 3 else self.rows
-        return [each * steps for steps in shares(self.steps, self.axis.size)]
+    def sizes(self) -> list[int]:
+        """Every rank's time steps."""
+        return shares(self.steps, self.axis.size)
 
     def runs(self) -> list[range]:
         """Every rank's time steps."""
@@ -83,6 +84,8 @@ class Time:
 
 class Way(Between):
     """Time lies over y between a block's linears."""
+
+    deals_tokens = True
 
     def __init__(self, mesh: Mesh, dealing: Dealing) -> None:
         super().__init__(mesh, dealing)
@@ -103,16 +106,30 @@ class Way(Between):
     def attach(self, model: nn.Module, switch: Switch) -> None:
         """The first block begins with this rank's time, the last one ends with all; between, linears have all."""
         for path in self.first_halves():
-            GatheringExecutor(switch, model.get_submodule(path), self.time)
-        self.edges(model, switch, self.time.begin, self.time.end)
+            GatheringExecutor(switch, model.get_submodule(path), self.time.gathered)
+        for path in self.routers():
+            GatheringExecutor(switch, model.get_submodule(path), self.time.whole)
+        self.edges(model, switch, self.time.begin, self.time.whole)
+
+    def exchange(self, inner: Axis, features: int) -> Exchange:
+        """Experts get all tokens, and deal out their sums."""
+        return Exchange(self.time.gathered, self.time.scattered)
 
     def share(self, dealing: Dealing, model: nn.Module) -> None:
         """Norms, other vectors and last biases of blocks; what lies inside an attention sees all time steps."""
         self.refuse_tokens("1d-sequence", "1d")
+        for name in self.reducing(model):
+            around = next((half for half in self.first_halves() if name.startswith(f"{half}.")), None)
+            if around is not None:
+                raise PlacementError(
+                    f"{name}: gives one number to all features of {around}, which has all time steps: 1d-sequence "
+                    "cannot tell whose gradient it is; choose algorithm: 1d"
+                )
         names = [name for name, axis in self.vectors(dealing, model) if axis == "x"]
         last = (linear for linear in self.anatomy.linears.values() if linear.contract == "y")
         biases = (bias_of(model, linear, dealing.names) for linear in last)
         names += [bias for bias in biases if bias is not None and self.block_of(bias) is not None]
+        names += self.reducing(model)
         dealing.partial |= dict.fromkeys(names, "y")
 
     def remember(self, dealing: Dealing, whole: Run) -> dict[str, randomness.Window]:
@@ -147,16 +164,3 @@ class Scattering(Siblings):
         biases = self.biases
         found = (self.time.scattered(one) for one in self.product(x, [None for _ in biases]))
         return tuple(one if bias is None else one + bias for one, bias in zip(found, biases, strict=True))
-
-
-class GatheringExecutor(Executor):
-    """A module that computes on all time steps: it is given those of this rank."""
-
-    def __init__(self, switch: Switch, module: nn.Module, time: Time) -> None:
-        super().__init__(switch, module)
-        self.time = time
-
-    def on_blocks(self, *args: Any, **kwargs: Any) -> Any:
-        """Gather the first floating tensor."""
-        args, kwargs = on_first(self.time.gathered, (args, kwargs))
-        return self.inner(*args, **kwargs)
