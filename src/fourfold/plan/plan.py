@@ -79,7 +79,10 @@ class Placement:
 
     def _take_grid(self, tensor: Technique) -> None:
         for name, size in dataclasses.asdict(tensor.options).items():
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            if isinstance(getattr(type(tensor.options), name, None), bool):
+                if not isinstance(size, bool):
+                    raise PlanError(f"plan.placement.tensor.{name}: expected true or false, found {size!r}")
+            elif not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise PlanError(f"plan.placement.tensor.{name}: expected a whole number of at least 1, found {size!r}")
         z = tensor.module.grid(tensor.options).z
         if z > 1 and self.z not in (1, z):
