@@ -92,7 +92,10 @@ class Placement:
             )
 
     def _take_grid(self, tensor: Technique) -> None:
-        for name, size in _sizes(tensor).items():
+        for name, flag in _options(tensor, "bool").items():
+            if not isinstance(flag, bool):
+                raise PlanError(f"plan.placement.tensor.{name}: expected true or false, found {flag!r}")
+        for name, size in _options(tensor, "int").items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise PlanError(f"plan.placement.tensor.{name}: expected a whole number of at least 1, found {size!r}")
         z = tensor.module.grid(tensor.options).z
@@ -251,12 +254,9 @@ class Plan:
         place = self.placement
         words = [f"data {place.data}"] if place.data > 1 or place.world == 1 else []
         if place.tensor is not None:
-            sizes = _sizes(place.tensor)
-            words.append(
-                " ".join(
-                    [place.tensor.name.replace("_", "-"), *(f"{axis} {sizes[axis]}" for axis in sizes if axis != "z")]
-                )
-            )
+            sizes = (f"{axis} {size}" for axis, size in _options(place.tensor, "int").items() if axis != "z")
+            flags = (name for name, flag in _options(place.tensor, "bool").items() if flag)
+            words.append(" ".join([place.tensor.name.replace("_", "-"), *sizes, *flags]))
         if place.z > 1:
             words.append(f"z {place.z} shard {place.shard}")
         words += [f"recompute {place.recompute}"] if place.recompute != "none" else []
@@ -271,9 +271,11 @@ class Plan:
         return ", ".join(words)
 
 
-def _sizes(tensor: Technique) -> dict[str, Any]:
-    """Of a tensor algorithm's axes: all its options but which modules are computed by rows."""
-    return {name: value for name, value in dataclasses.asdict(tensor.options).items() if name != "by_rows"}
+def _options(tensor: Technique, kind: str) -> dict[str, Any]:
+    """The options of a tensor algorithm that its file declares as this type: sizes of axes are "int"."""
+    return {
+        one.name: getattr(tensor.options, one.name) for one in dataclasses.fields(tensor.options) if one.type == kind
+    }
 
 
 def _known(where: str, settings: Mapping[str, Any], allowed: Any) -> None:

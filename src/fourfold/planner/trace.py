@@ -128,7 +128,7 @@ def record(subject: Subject, anatomy: Anatomy, inputs: Mapping[str, str], settin
     weights = [[name, list(weight.shape), weight.requires_grad] for name, weight in model.named_parameters()]
     buffers = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
     # Who reads a block's weights outside of it (a penalty) would not find those of the blocks left out.
-    alike = settings.grid is None or way_of(settings.grid).alike
+    alike = settings.grid is None or not way_of(settings.grid).deals_tokens
     short = settings.short and alike and not anatomy.read_outside
     images = blocks.shorten(model, anatomy.blocks, inputs) if short else blocks.all_of(anatomy.blocks)
     recorder = Recorder()

@@ -16,8 +16,9 @@ from fourfold.anatomy import Anatomy, Linear
 from fourfold.placement.cut import Cut
 from fourfold.placement.refusals import PlacementError
 from fourfold.placement.tensor import traffic
-from fourfold.placement.tensor.dealing import Dealing, vectors
+from fourfold.placement.tensor.dealing import Dealing, bias_of, experts_of, vectors
 from fourfold.placement.tensor.executor import Executor, Switch
+from fourfold.placement.tensor.experts import Exchange
 from fourfold.placement.tensor.linears import Siblings
 from fourfold.placement.tensor.regions import on_first
 from fourfold.placement.tensor.rehearsal import Run
@@ -25,7 +26,7 @@ from fourfold.placement.tensor.tables import TableExecutor
 from fourfold.placement.tensor.traffic import Ranks, Traffic
 from fourfold.plan import Placement
 from fourfold.plan.grid import Grid
-from fourfold.wire import Axis, Mesh
+from fourfold.wire import Axis, Mesh, ops
 
 Change = Callable[[Tensor], Tensor]
 
@@ -45,12 +46,12 @@ class Between(ABC):
         mesh: this rank's, or a dry one.
         dealing: the cuts of all weights.
         anatomy: of the model.
-        alike: the first and the last block do what the others do.
+        deals_tokens: blocks are given a part of the rows or of time; the first and the last one deal and gather.
         recuts: axes over which a rank's rows are cut once more.
         untiled: why products cannot be cut into chunks that travel, in words; empty if they can.
     """
 
-    alike = True
+    deals_tokens = False
     recuts: tuple[str, ...] = ()
     untiled = ""
 
@@ -111,6 +112,15 @@ class Between(ABC):
     def remember(self, dealing: Dealing, whole: Run) -> dict[str, randomness.Window]:
         """After a rehearsal: how what was seen is dealt; by site, of which part of the rows a dropout is."""
 
+    def exchange(self, inner: Axis, features: int) -> Exchange:
+        """How tokens reach experts.
+
+        Args:
+            inner: axis that the experts' inner features lie over.
+            features: that a token has here when it has entered.
+        """
+        return Exchange(lambda tokens: ops.identity_sum(tokens, inner), lambda parts: ops.sum_identity(parts, inner))
+
     def table(self, module: nn.Embedding, cut: Cut, switch: Switch) -> None:
         """Take over an embedding, if its rows are cut: each rank looks up what it holds."""
         share, _ = cut.shares
@@ -130,7 +140,8 @@ class Between(ABC):
 
     def first_halves(self) -> list[str]:
         """Paths of the modules that hold a block's first linears: an attention, an MLP."""
-        first = (linear.module for linear in self.anatomy.linears.values() if linear.output == "y")
+        linears = self.anatomy.linears.values()
+        first = (one.module for one in linears if one.output == "y" and not one.layout.startswith("expert"))
         return list(dict.fromkeys(_parent(path) for path in first if self.block_of(_parent(path)) is not None))
 
     def edges(self, model: nn.Module, switch: Switch, begin: Change, end: Change) -> None:
@@ -145,14 +156,31 @@ class Between(ABC):
         return Siblings(modules, self.axis(linear.contract), self.axis(linear.output), linear.layout, **about)
 
     def vectors(self, dealing: Dealing, model: nn.Module) -> list[tuple[str, str | None]]:
-        """Weights in blocks that join activations elementwise, with the axis of these."""
-        return [(name, axis) for name, axis in vectors(dealing, model) if self.block_of(name) is not None]
+        """Weights in blocks that join activations elementwise, with the axis of these; not those of experts, which see
+        all rows and all time."""
+        found = [(name, axis) for name, axis in vectors(dealing, model) if self.block_of(name) is not None]
+        return [(name, axis) for name, axis in found if _parent(name) not in experts_of(self.anatomy)]
+
+    def routers(self) -> list[str]:
+        """Modules beside experts that run whole, and what they give stays whole: they choose among all tokens."""
+        beside = {_parent(path) for path in experts_of(self.anatomy)}
+        return [path for path, whole in self.anatomy.whole.items() if whole.output is None and _parent(path) in beside]
+
+    def reducing(self, model: nn.Module) -> list[str]:
+        """Weights and biases in blocks of linears with a single feature out, which read the residual."""
+        found: list[str] = []
+        for name, linear in self.anatomy.linears.items():
+            if linear.role == "reducing" and linear.contract == "x" and self.block_of(name) is not None:
+                bias = bias_of(model, linear, self.dealing.names)
+                found += [name] if bias is None else [name, bias]
+        return found
 
     def refuse_tokens(self, algorithm: str, other: str) -> None:
         """What rows or time cannot be dealt in.
 
         Raises:
-            PlacementError: blocks in several places, or experts.
+            PlacementError: blocks in several places, something that runs whole in them and is no router, or experts
+                inside of a module that has all rows and all time anyway.
         """
         places = len({_parent(path) for path in self.anatomy.blocks})
         if places != 1:
@@ -160,12 +188,20 @@ class Between(ABC):
                 f"plan.placement.tensor: {algorithm}: expected blocks in one row, each of which gives what the next "
                 f"one is given, found {len(self.anatomy.blocks)} blocks in {places} places; choose algorithm: {other}"
             )
-        linears = self.anatomy.linears.items()
-        experts = next((name for name, linear in linears if linear.layout.startswith("expert")), None)
-        if experts is not None:
-            raise PlacementError(
-                f"{experts}: {algorithm} does not deal the tokens of experts; choose algorithm: {other}"
-            )
+        routers = self.routers()
+        for path in self.anatomy.whole:
+            if self.block_of(path) is not None and path not in routers:
+                raise PlacementError(
+                    f"{path}: runs on whole features, and {algorithm} deals rows or time to blocks: expected nothing of "
+                    f"the kind in a block but what chooses experts; choose algorithm: {other}"
+                )
+        for path in experts_of(self.anatomy):
+            around = next((half for half in self.first_halves() if path.startswith(f"{half}.")), None)
+            if around is not None:
+                raise PlacementError(
+                    f"{path}: experts inside of {around}, which holds a linear that reads the same tokens: {algorithm} "
+                    f"would deal them twice; choose algorithm: {other}"
+                )
 
 
 def way_of(grid: Grid) -> type[Between]:
@@ -215,6 +251,19 @@ class EdgeExecutor(Executor):
             args, kwargs = on_first(self.begin, (args, kwargs))
         found = self.inner(*args, **kwargs)
         return found if self.end is None else on_first(self.end, found)
+
+
+class GatheringExecutor(Executor):
+    """A module that computes on all rows and all time steps: it is given those of this rank."""
+
+    def __init__(self, switch: Switch, module: nn.Module, gather: Change) -> None:
+        super().__init__(switch, module)
+        self.gather = gather
+
+    def on_blocks(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather the first floating tensor."""
+        args, kwargs = on_first(self.gather, (args, kwargs))
+        return self.inner(*args, **kwargs)
 
 
 def _parent(path: str) -> str:

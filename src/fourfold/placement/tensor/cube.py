@@ -17,9 +17,10 @@ from fourfold import randomness
 from fourfold.anatomy import Linear
 from fourfold.placement.refusals import PlacementError
 from fourfold.placement.tensor import traffic
-from fourfold.placement.tensor.between import Between, Lines
+from fourfold.placement.tensor.between import Between, GatheringExecutor, Lines
 from fourfold.placement.tensor.dealing import Dealing
 from fourfold.placement.tensor.executor import Executor, Switch
+from fourfold.placement.tensor.experts import Exchange
 from fourfold.placement.tensor.linears import Siblings
 from fourfold.placement.tensor.regions import on_first
 from fourfold.placement.tensor.rehearsal import Run
@@ -57,8 +58,8 @@ class Cube:
             )
         return ops.cut_gather(x, self.across, dim=0)
 
-    def end(self, x: Tensor) -> Tensor:
-        """All rows of what the last block gives."""
+    def whole(self, x: Tensor) -> Tensor:
+        """All rows, for what every rank of y computes alike; what the last block gives."""
         return ops.gather_cut(x, self.across, dim=0)
 
     def own(self, value: Any) -> Any:
@@ -70,7 +71,7 @@ class Cube:
 class Way(Between):
     """Batch rows lie over the axis over which features do not."""
 
-    alike = False
+    deals_tokens = True
     recuts = ("y", "x")
 
     def __init__(self, mesh: Mesh, dealing: Dealing) -> None:
@@ -92,7 +93,7 @@ class Way(Between):
 
     def siblings(self, linear: Linear, modules: Sequence[nn.Module], about: Mapping[str, Any]) -> Siblings:
         """Linears of blocks gather rows and scatter their sums."""
-        if self.block_of(linear.module) is None:
+        if self.block_of(linear.module) is None or linear.role == "reducing":
             return self.plain(linear, modules, about)
         return CubeSiblings(modules, self.axis(linear.contract), self.axis(linear.output), linear.layout, **about)
 
@@ -100,7 +101,16 @@ class Way(Between):
         """The first block begins with this rank's rows, the last one ends with all."""
         for path in self.first_halves():
             CubeInside(switch, model.get_submodule(path), self.cube)
-        self.edges(model, switch, self.cube.begin, self.cube.end)
+        for path in self.routers():
+            GatheringExecutor(switch, model.get_submodule(path), self.cube.whole)
+        self.edges(model, switch, self.cube.begin, self.cube.whole)
+
+    def exchange(self, inner: Axis, features: int) -> Exchange:
+        """Experts get the tokens of all rows, and deal out their sums: a token's rank between their layers is any."""
+        return Exchange(
+            lambda tokens: ops.gather_scatter(tokens, inner, dim=0),
+            lambda parts: ops.scatter_gather(parts, inner, dim=0),
+        )
 
     def share(self, dealing: Dealing, model: nn.Module) -> None:
         """Vectors that join activations; biases are added where rows have been gathered in backward."""
@@ -108,6 +118,7 @@ class Way(Between):
         for name, axis in self.vectors(dealing, model):
             idle = "y" if axis == "x" else "x"
             dealing.partial[name] = "x+y" if name in dealing.partial else idle
+        dealing.partial |= dict.fromkeys(self.reducing(model), "y")
 
     def remember(self, dealing: Dealing, whole: Run) -> dict[str, randomness.Window]:
         """Shapes of blocks have a part of the rows, and dropouts draw for it."""

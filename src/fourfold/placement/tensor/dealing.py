@@ -288,6 +288,15 @@ def _deal_vector(
     _settle(dealing, name, Cut(shape, (*(None for _ in shape[1:]), share)))
 
 
+def experts_of(anatomy: Anatomy) -> dict[str, list[str]]:
+    """Weights that hold the linears of all experts, by the module that reads them, first layers first."""
+    found: dict[str, list[str]] = {}
+    for name, linear in anatomy.linears.items():
+        if linear.layout.startswith("expert"):
+            found.setdefault(linear.module, []).append(name)
+    return found
+
+
 def vectors(dealing: Dealing, model: nn.Module) -> list[tuple[str, str | None]]:
     """Weights that join activations elementwise, with the axis of these."""
     norms = dealing.anatomy.norms.items()

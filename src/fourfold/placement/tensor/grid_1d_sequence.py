@@ -17,11 +17,13 @@ class Options:
 
     Attributes:
         y: ranks over which heads, inner features and vocabulary lie, and between them the rows of activations.
+        keep: the linears' gathered inputs stay until backward, which else gathers them again.
     """
 
     y: int = 1
+    keep: bool = False
 
 
 def grid(options: Options) -> Grid:
     """The grid that the options describe."""
-    return Grid(y=options.y, between="sequence")
+    return Grid(y=options.y, between="sequence_kept" if options.keep else "sequence")

@@ -14,13 +14,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from fourfold import randomness
-from fourfold.anatomy import Anatomy, Linear
+from fourfold.anatomy import Anatomy, Linear, Raw
 from fourfold.placement.cut import Cut, Share
 from fourfold.placement.refusals import PlacementError
 from fourfold.placement.tensor import traffic
 from fourfold.placement.tensor.between import Between, Lines
-from fourfold.placement.tensor.dealing import Dealing
+from fourfold.placement.tensor.dealing import Dealing, experts_of
 from fourfold.placement.tensor.executor import Switch
+from fourfold.placement.tensor.experts import Exchange
 from fourfold.placement.tensor.linears import Siblings
 from fourfold.placement.tensor.rehearsal import Run
 from fourfold.placement.tensor.summa import summa
@@ -45,6 +46,20 @@ def on_one_axis(anatomy: Anatomy) -> Anatomy:
 
 
 _TABLES = ("linears", "embeddings", "norms", "raw", "whole")
+
+
+def on_whole_tokens(anatomy: Anatomy) -> Anatomy:
+    """The same anatomy with whole features wherever experts read or write those over x."""
+    linears, raw, experts = dict(anatomy.linears), dict(anatomy.raw), experts_of(anatomy)
+    for names in experts.values():
+        for name in names:
+            linear = linears[name]
+            contract, output = (None if axis == "x" else axis for axis in (linear.contract, linear.output))
+            linears[name] = linear._replace(contract=contract, output=output)
+    for name, one in raw.items():
+        if name.rpartition(".")[0] in experts and one.axis == "x":
+            raw[name] = Raw(None, False)
+    return dataclasses.replace(anatomy, linears=linears, raw=raw)
 
 
 class Way(Between):
@@ -75,11 +90,19 @@ class Way(Between):
 
     @classmethod
     def seen(cls, anatomy: Anatomy) -> Anatomy:
-        """All features lie over y."""
-        return on_one_axis(anatomy)
+        """All features lie over y, but those that experts read and write, which are whole."""
+        return on_one_axis(on_whole_tokens(anatomy))
 
     def attach(self, model: nn.Module, switch: Switch) -> None:
         """Blocks are as they are."""
+
+    def exchange(self, inner: Axis, features: int) -> Exchange:
+        """Experts get all features of a token, and deal out their sums by features."""
+        sizes = shares(features, inner.size)
+        return Exchange(
+            lambda tokens: ops.gather_scatter(tokens, inner, sizes=sizes),
+            lambda parts: ops.scatter_gather(parts, inner, sizes=sizes),
+        )
 
     def table(self, module: nn.Embedding, cut: Cut, switch: Switch) -> None:
         """One that is a linear's weight, too, lies as that does."""
@@ -96,7 +119,7 @@ class Way(Between):
             PlacementError: features that are not dealt evenly, or layers that SUMMA does not know.
         """
         for name, linear in self.anatomy.linears.items():
-            if linear.layout.startswith("expert") or (linear.contract and model.get_parameter(name).dim() != 2):
+            if not linear.layout.startswith("expert") and linear.contract and model.get_parameter(name).dim() != 2:
                 raise PlacementError(f"{name}: 2d multiplies plain matrices only; choose algorithm: 4d")
             if _is_summa(linear):
                 dealing.cuts[name] = self._over_z(name, linear, dealing.cuts[name])

@@ -40,6 +40,7 @@ def product(
     rows: int | None = None,
     total: int | None = None,
     keep: bool = False,
+    gathered: Tensor | None = None,
     chunks: int = 1,
     kernels: Kernels | None = None,
 ) -> tuple[Tensor, ...]:
@@ -63,6 +64,8 @@ def product(
         total: extent of the whole along `rows`, whose first parts are one longer where it does not divide; None if it
             does.
         keep: of the sequence form: keep the gathered x until backward instead of gathering it again.
+        gathered: of the sequence form, where `contract` is a single rank: x of all ranks of `output`, if the caller has
+            gathered it anyway. Backward gathers it again.
         chunks: multiplications that a product is cut into where its operand is gathered or its result summed, so that
             chunks travel while others are multiplied; 1 for none.
         kernels: chooses how matrices are multiplied; None: as they lie.
@@ -81,10 +84,14 @@ def product(
         return tuple(functional.linear(x, weight.t() if turned else weight, bias) for weight, bias in pairs)
     if rows is not None:
         rows, total = _lines(x, rows, total, output)
+    if gathered is not None:
+        if rows is None or contract.size > 1 or keep:
+            raise UsageError("gathered: expected rows, a contract of one rank and no keep, found others")
+        gathered = gathered.detach()  # its gradient is that of x
     keep = keep and rows is not None and output.size > 1 and any(weight.requires_grad for weight in weights)
     sequence = (rows, total, keep, chunks, "" if kernels is None else kernels.key)
     call = passes.Call(contract.key, output.key, kind, turned, overlap, *sequence)
-    out = _Product.apply(x, call, len(weights), *weights, *biases)
+    out = _Product.apply(x, gathered, call, len(weights), *weights, *biases)
     return tuple(siblings.columns(out, siblings.widths(weights, turned)))
 
 
@@ -92,13 +99,18 @@ class _Product(torch.autograd.Function):
     """Both directions are registered ops, so that compiled graphs and fake tensors know them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: passes.Call, count: int, *parameters: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, gathered: Tensor | None, call: passes.Call, count: int, *parameters: Tensor | None
+    ) -> Tensor:
         weights, biases = siblings.present(parameters[:count]), parameters[count:]
         ctx.call, ctx.count = call, count
         ctx.wanted, ctx.trained = x.requires_grad, [weight.requires_grad for weight in weights]
         ctx.biased = [bias is not None and bias.requires_grad for bias in biases]
         ctx.shapes = [weight.shape for weight in weights]
-        out, kept = passes.product(x, weights, biases, *call)
+        if gathered is None:
+            out, kept = passes.product(x, weights, biases, *call)
+        else:
+            out, kept = passes.product(gathered, weights, biases, *call._replace(rows=None, total=None))
         read = kept if call.keep else x
         ctx.save_for_backward(read if any(ctx.trained) else None, *(weights if ctx.wanted else ()))
         return out
@@ -114,7 +126,7 @@ class _Product(torch.autograd.Function):
             dw, [shape if trained else None for shape, trained in zip(ctx.shapes, ctx.trained, strict=True)]
         )
         bias = siblings.dealt(db, [(n,) if biased else None for n, biased in zip(widths, ctx.biased, strict=True)])
-        return dx if ctx.wanted else None, None, None, *each, *bias
+        return dx if ctx.wanted else None, None, None, None, *each, *bias
 
 
 def _lines(x: Tensor, rows: int, total: int | None, output: Axis) -> tuple[int, int]:

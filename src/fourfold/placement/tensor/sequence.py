@@ -5,12 +5,15 @@ rank has a part of the time steps from the first block's beginning to the last o
 attention's or an MLP's first linears gets all of them, gathered; its last linear sums and deals them out again: a
 gather and a scatter where there was a sum, so as many bytes, and activations between take a y-th of the memory.
 
-What the gather brings is kept for the weights' gradients.
+What the gather brings is not kept for the weights' gradients: each rank keeps its own part of the time steps, and
+gathers again in backward, while the gradient of the input is computed. `sequence_kept` keeps it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,10 +22,12 @@ from fourfold import randomness
 from fourfold.anatomy import Linear
 from fourfold.placement.cut import Share, deal
 from fourfold.placement.refusals import PlacementError
-from fourfold.placement.tensor.between import Between
+from fourfold.placement.tensor.between import Between, GatheringExecutor
 from fourfold.placement.tensor.dealing import Dealing, bias_of
 from fourfold.placement.tensor.executor import Executor, Switch
+from fourfold.placement.tensor.experts import Exchange
 from fourfold.placement.tensor.linears import Siblings
+from fourfold.placement.tensor.product import product
 from fourfold.placement.tensor.regions import on_first
 from fourfold.placement.tensor.rehearsal import Run
 from fourfold.wire import Axis, Mesh, ops
@@ -40,6 +45,7 @@ class Time:
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
         self.rows = self.steps = 0
+        self._given: tuple[Tensor, Tensor] | None = None
 
     def begin(self, x: Tensor) -> Tensor:
         """This rank's time steps of what the first block is given.
@@ -53,28 +59,47 @@ class Time:
                 f"found {list(x.shape)}; choose algorithm: 1d"
             )
         self.rows, self.steps = x.shape[:2]
-        return ops.cut_gather(x, self.axis, dim=1, sizes=self.sizes(x))
+        return ops.cut_gather(x, self.axis, dim=1, sizes=self.sizes())
 
-    def end(self, x: Tensor) -> Tensor:
-        """All time steps of what the last block gives."""
-        return ops.gather_cut(x, self.axis, dim=self.dim(x), sizes=self.sizes(x))
+    def whole(self, x: Tensor) -> Tensor:
+        """All time steps, for what every rank computes alike; what the last block gives."""
+        return self._changed(ops.gather_cut, x)
 
     def gathered(self, x: Tensor) -> Tensor:
         """All time steps; in backward their gradients are summed and dealt out again."""
-        return ops.gather_scatter(x, self.axis, dim=self.dim(x), sizes=self.sizes(x))
+        return self._changed(ops.gather_scatter, x)
+
+    @contextmanager
+    def lent(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        """A `gathered` for one call of a module, in which it is known of which own time steps all are."""
+
+        def gathered(x: Tensor) -> Tensor:
+            found = self.gathered(x)
+            self._given = (x, found) if x.dim() == 3 else None
+            return found
+
+        try:
+            yield gathered
+        finally:
+            self._given = None
+
+    def own(self, x: Tensor) -> Tensor | None:
+        """The time steps of this rank, if `x` is what the module that runs was given of all ranks'."""
+        return self._given[0] if self._given is not None and self._given[1] is x else None
 
     def scattered(self, x: Tensor) -> Tensor:
         """The sum over the axis of this rank's time steps; in backward their gradients are gathered."""
-        return ops.scatter_gather(x, self.axis, dim=self.dim(x), sizes=self.sizes(x))
+        return self._changed(ops.scatter_gather, x)
 
-    def dim(self, x: Tensor) -> int:
-        """Of time: tokens may be flattened, a rank's own one after the other."""
-        return 1 if x.dim() == 3 else 0
+    def _changed(self, exchange: Callable[..., Tensor], x: Tensor) -> Tensor:
+        """Of [rows, time, features], or of tokens [rows · time, features]."""
+        rows = x if x.dim() == 3 else x.unflatten(0, (self.rows, -1))
+        found = exchange(rows, self.axis, dim=1, sizes=self.sizes())
+        return found if x.dim() == 3 else found.flatten(0, 1)
 
-    def sizes(self, x: Tensor) -> list[int]:
-        """Every rank's extent along that dim."""
-        each = 1 if x.dim() == 3 else self.rows
-        return [each * steps for steps in shares(self.steps, self.axis.size)]
+    def sizes(self) -> list[int]:
+        """Every rank's time steps."""
+        return shares(self.steps, self.axis.size)
 
     def runs(self) -> list[range]:
         """Every rank's time steps."""
@@ -84,7 +109,9 @@ class Time:
 class Way(Between):
     """Time lies over y between a block's linears."""
 
-    alike = False
+    deals_tokens = True
+    kept = False
+    """What is gathered is kept for backward."""
 
     def __init__(self, mesh: Mesh, dealing: Dealing) -> None:
         super().__init__(mesh, dealing)
@@ -99,22 +126,37 @@ class Way(Between):
             return Scattering(self.time, modules, nobody, self.axis(linear.output), linear.layout, **about)
         contract = self.axis(linear.contract)
         if linear.module.rpartition(".")[0] == block:  # no module between that could gather for it
-            return Gathering(self.time, modules, contract, nobody, linear.layout, **about)
-        return Siblings(modules, contract, nobody, linear.layout, **about)
+            return Gathering(self.time, self.kept, modules, contract, nobody, linear.layout, **about)
+        again = Siblings if self.kept else partial(Regathering, self.time)
+        return again(modules, contract, nobody, linear.layout, **about)
 
     def attach(self, model: nn.Module, switch: Switch) -> None:
         """The first block begins with this rank's time, the last one ends with all; between, linears have all."""
         for path in self.first_halves():
-            GatheringExecutor(switch, model.get_submodule(path), self.time)
-        self.edges(model, switch, self.time.begin, self.time.end)
+            LendingExecutor(switch, model.get_submodule(path), self.time)
+        for path in self.routers():
+            GatheringExecutor(switch, model.get_submodule(path), self.time.whole)
+        self.edges(model, switch, self.time.begin, self.time.whole)
+
+    def exchange(self, inner: Axis, features: int) -> Exchange:
+        """Experts get all tokens, and deal out their sums."""
+        return Exchange(self.time.gathered, self.time.scattered)
 
     def share(self, dealing: Dealing, model: nn.Module) -> None:
         """Norms, other vectors and last biases of blocks; what lies inside an attention sees all time steps."""
         self.refuse_tokens("1d-sequence", "1d")
+        for name in self.reducing(model):
+            around = next((half for half in self.first_halves() if name.startswith(f"{half}.")), None)
+            if around is not None:
+                raise PlacementError(
+                    f"{name}: gives one number to all features of {around}, which has all time steps: 1d-sequence "
+                    "cannot tell whose gradient it is; choose algorithm: 1d"
+                )
         names = [name for name, axis in self.vectors(dealing, model) if axis == "x"]
         last = (linear for linear in self.anatomy.linears.values() if linear.contract == "y")
         biases = (bias_of(model, linear, dealing.names) for linear in last)
         names += [bias for bias in biases if bias is not None and self.block_of(bias) is not None]
+        names += self.reducing(model)
         dealing.partial |= dict.fromkeys(names, "y")
 
     def remember(self, dealing: Dealing, whole: Run) -> dict[str, randomness.Window]:
@@ -125,16 +167,54 @@ class Way(Between):
         return {}
 
 
-class Gathering(Siblings):
-    """Linears that stand in a block themselves: they gather time for themselves."""
+class LendingExecutor(Executor):
+    """A module with a block's first linears: it is given all time steps."""
+
+    def __init__(self, switch: Switch, module: nn.Module, time: Time) -> None:
+        super().__init__(switch, module)
+        self.time = time
+
+    def on_blocks(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather the first floating tensor."""
+        with self.time.lent() as gathered:
+            args, kwargs = on_first(gathered, (args, kwargs))
+            return self.inner(*args, **kwargs)
+
+
+class Regathering(Siblings):
+    """Linears in a module that was given all time steps: in backward they gather these again."""
 
     def __init__(self, time: Time, *about: Any, **settings: Any) -> None:
         super().__init__(*about, **settings)
         self.time = time
 
     def compute(self, x: Tensor) -> tuple[Tensor, ...]:
-        """[..., own time, features] → [..., all time, features here]."""
-        return super().compute(self.time.gathered(x))
+        """[rows, all time, features] → [rows, all time, features here]; what the module made of x itself is kept."""
+        own = self.time.own(x)
+        return super().compute(x) if own is None else self.again(own, x)
+
+    def again(self, own: Tensor, gathered: Tensor | None) -> tuple[Tensor, ...]:
+        """[rows, own time, features] → [rows, all time, features here]."""
+        weights: list[Any] = [module.weight for module in self.modules]
+        about: dict[str, Any] = {"contract": self.contract, "output": self.time.axis, "layout": self.layout}
+        about |= {"rows": 1, "total": self.time.steps, "gathered": gathered, "overlap": self.overlap}
+        return product(own, weights, self.biases, **about)
+
+
+class Gathering(Regathering):
+    """Linears that stand in a block themselves: they gather time for themselves, for backward again unless `kept`."""
+
+    def __init__(self, time: Time, kept: bool, *about: Any, **settings: Any) -> None:
+        super().__init__(time, *about, **settings)
+        self.kept = kept
+
+    def compute(self, x: Tensor) -> tuple[Tensor, ...]:
+        """[rows, own time, features], or [rows · own time, features] → the same of all time, features here."""
+        if self.kept:
+            return Siblings.compute(self, self.time.gathered(x))
+        if x.dim() == 3:
+            return self.again(x, None)
+        return tuple(found.flatten(0, 1) for found in self.again(x.unflatten(0, (self.time.rows, -1)), None))
 
 
 class Scattering(Siblings):
@@ -149,16 +229,3 @@ class Scattering(Siblings):
         biases = self.biases
         found = (self.time.scattered(one) for one in self.product(x, [None for _ in biases]))
         return tuple(one if bias is None else one + bias for one, bias in zip(found, biases, strict=True))
-
-
-class GatheringExecutor(Executor):
-    """A module that computes on all time steps: it is given those of this rank."""
-
-    def __init__(self, switch: Switch, module: nn.Module, time: Time) -> None:
-        super().__init__(switch, module)
-        self.time = time
-
-    def on_blocks(self, *args: Any, **kwargs: Any) -> Any:
-        """Gather the first floating tensor."""
-        args, kwargs = on_first(self.time.gathered, (args, kwargs))
-        return self.inner(*args, **kwargs)

@@ -111,7 +111,11 @@ class Split:
             PlacementError: this rank's own, or one that says where another was raised.
         """
         axis, error = self.mesh.over("x", "y"), None
-        gathered = [path for path, one in self.anatomy.whole.items() if one.inputs and self.mesh[one.inputs].size > 1]
+        dealt = self.takeover.between.routers() if self.takeover.between.deals_tokens else ()
+        run_whole = self.anatomy.whole.items()
+        gathered = [
+            path for path, one in run_whole if one.inputs and self.mesh[one.inputs].size > 1 and path not in dealt
+        ]
         try:
             rehearsal.compare(whole, local, self.dealing, self.mesh.coordinates, gathered)
         except PlacementError as found:

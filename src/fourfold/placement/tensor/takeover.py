@@ -10,10 +10,9 @@ from torch import nn
 
 from fourfold.anatomy import Anatomy, own_names
 from fourfold.placement.tensor.between import Between
-from fourfold.placement.tensor.dealing import Dealing, features_of
+from fourfold.placement.tensor.dealing import Dealing, experts_of, features_of
 from fourfold.placement.tensor.executor import Switch
-from fourfold.placement.tensor.experts import ExpertsExecutor, Role
-from fourfold.placement.tensor.experts import refuse as refuse_experts
+from fourfold.placement.tensor.experts import ExpertsExecutor, described
 from fourfold.placement.tensor.heads import Counts, Patch, patches
 from fourfold.placement.tensor.linears import ConvolutionExecutor, LinearExecutor
 from fourfold.placement.tensor.norms import GroupExecutor, NormExecutor
@@ -128,28 +127,16 @@ class Takeover:
         self._patches += patches(parent, counts)
 
     def _attach_experts(self, model: nn.Module) -> None:
-        for path, names in self._experts().items():
-            linears = {name: self.anatomy.linears[name] for name in names}
-            outer = next(iter(linears.values()))
-            if self.between.axis(outer.contract).size == self.between.axis(outer.output).size == 1:
+        for path, names in experts_of(self.anatomy).items():
+            first = self.anatomy.linears[names[0]]
+            outer, inner = self.between.axis(first.contract), self.between.axis(first.output)
+            if outer.size == inner.size == 1:
                 continue
             module = model.get_submodule(path)
-            refuse_experts(path, module)
-            roles = {
-                name.rpartition(".")[2]: Role(self.between.axis(linear.contract), self.between.axis(linear.output))
-                for name, linear in linears.items()
-            }
-            cut = self.dealing.cuts[names[0]]
-            features = cut.at(self.mesh.coordinates).shape[outer.layout.split(",").index("in")]
-            ExpertsExecutor(self.switch, module, path, roles, features, self.between.axis(outer.contract))
-
-    def _experts(self) -> dict[str, list[str]]:
-        """3-D weights by the module that reads them, first layers first."""
-        found: dict[str, list[str]] = {}
-        for name, linear in self.anatomy.linears.items():
-            if linear.layout.startswith("expert"):
-                found.setdefault(linear.module, []).append(name)
-        return found
+            here = self.dealing.cuts[names[0]].at(self.mesh.coordinates).shape
+            features = here[first.layout.split(",").index("in")]
+            experts = described(path, module, self.anatomy, outer, inner, features)
+            ExpertsExecutor(self.switch, module, path, experts, self.between.exchange(inner, features))
 
     def _attach_norms(self, model: nn.Module, names: Mapping[int, str]) -> None:
         for path, norm in self.anatomy.norms.items():
