@@ -59,9 +59,8 @@ class Siblings(Uncopied):
     def product(self, x: Tensor, biases: Sequence[Tensor | None], **settings: Any) -> tuple[Tensor, ...]:
         """`product` of the weights as they are now."""
         weights: list[Any] = [module.weight for module in self.modules]
-        settings |= {"contract": self.contract, "output": self.output, "layout": self.layout}
-        settings |= {"overlap": self.tuning.overlap, "chunks": self.tuning.chunks, "kernels": self.tuning.kernels}
-        return product(x, weights, biases, **settings)
+        settings = {"contract": self.contract, "output": self.output, "layout": self.layout, **settings}
+        return product(x, weights, biases, **settings, **self.tuning.settings)
 
     @property
     def biases(self) -> list[Tensor | None]:

@@ -197,8 +197,8 @@ class Regathering(Siblings):
         """[rows, own time, features] → [rows, all time, features here]."""
         weights: list[Any] = [module.weight for module in self.modules]
         about: dict[str, Any] = {"contract": self.contract, "output": self.time.axis, "layout": self.layout}
-        about |= {"rows": 1, "total": self.time.steps, "gathered": gathered, "overlap": self.overlap}
-        return product(own, weights, self.biases, **about)
+        about |= {"rows": 1, "total": self.time.steps, "gathered": gathered}
+        return product(own, weights, self.biases, **about, **self.tuning.settings)
 
 
 class Gathering(Regathering):
@@ -225,7 +225,9 @@ class Scattering(Siblings):
         self.time = time
 
     def compute(self, x: Tensor) -> tuple[Tensor, ...]:
-        """[..., all time, features here] → [..., own time, features]."""
-        biases = self.biases
-        found = (self.time.scattered(one) for one in self.product(x, [None for _ in biases]))
+        """[rows, all time, features here], or [rows · all time, features here] → the same of own time, features."""
+        biases, flat = self.biases, x.dim() == 2
+        about: dict[str, Any] = {"contract": self.time.axis, "rows": 1, "total": self.time.steps}
+        found = self.product(x.unflatten(0, (self.time.rows, -1)) if flat else x, [None for _ in biases], **about)
+        found = [one.flatten(0, 1) for one in found] if flat else found
         return tuple(one if bias is None else one + bias for one, bias in zip(found, biases, strict=True))

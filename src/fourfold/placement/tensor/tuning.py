@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from fourfold.placement.tensor.kernels import Kernels
 
@@ -20,3 +21,8 @@ class Tuning:
     overlap: bool = True
     chunks: int = 1
     kernels: Kernels | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """As `product` takes them."""
+        return {"overlap": self.overlap, "chunks": self.chunks, "kernels": self.kernels}
