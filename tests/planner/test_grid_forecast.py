@@ -164,11 +164,12 @@ def test_4096_devices_of_an_80b_model_by_trace_and_by_the_formula():
     here = m // z
     block = 8 * e * m * h / (x * y * z) * (3 * (x - 1) + (y - 1))
     again = e * m * h / (x * y * z) * (14 * (x - 1) + 4 * (y - 1))  # forward's sums, in recomputation
-    norm = 2 * (x - 1) / x * here * 2 * 4  # mean and deviation of a token, in float32
+    merged = (x - 1) * here * 2 * 4  # mean and squared deviations of a token, in float32, gathered
+    summed = 2 * (x - 1) / x * here * 2 * 4  # and two sums of a token in backward
     embedding = e * 2 * (y - 1) / y * here * h / x
     head = e * (2 * (x - 1) / x * here * vocabulary / y + 2 * (y - 1) / y * here * h / x)
     loss = 2 * (y - 1) / y * here * 2 * 4  # two numbers a token, exchanged and gathered
-    expected = layers * (block + again + 2 * 3 * norm) + 2 * norm + embedding + head + loss
+    expected = layers * (block + again + 2 * (2 * merged + summed)) + merged + summed + embedding + head + loss
     assert found.ledger.sent(axis="x") + found.ledger.sent(axis="y") == expected
 
 

@@ -151,12 +151,17 @@ class Traces:
 
 def _period(settings: Settings) -> int:
     """Rows after which what is dealt over x and y is dealt alike again: from there on all counts are affine."""
-    return 1 if settings.grid is None else lcm(settings.grid.x, settings.grid.y)
+    if settings.grid is None:
+        return 1
+    x, y = settings.grid.x, settings.grid.y
+    return x * y if settings.grid.by_rows else lcm(x, y)
 
 
 def _pair_of(settings: Settings) -> Settings:
     """The fewest rows that deal as those asked for do."""
-    return dataclasses.replace(settings, rows=FEWEST + (settings.rows - FEWEST) % _period(settings))
+    period = _period(settings)
+    fewest = max(FEWEST, period) if settings.grid is not None and settings.grid.by_rows else FEWEST  # one a rank
+    return dataclasses.replace(settings, rows=fewest + (settings.rows - fewest) % period)
 
 
 def _accepted(found: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from fourfold.training.losses.classification import classification
 from fourfold.training.run import parallelize
 from fourfold.wire.formulas import shares
 from fourfold.wire.threads import launch
-from plain import Work, assert_equal, disturbed, on_threads, serial
+from plain import Work, assert_equal, disturbed, on_threads, serial, stock_work
 
 from .grids import close, draw, part
 
@@ -282,6 +282,13 @@ def test_rows_may_lie_elsewhere(call: Callable[..., Tensor]) -> None:
         assert_equal(found, serial(work))
 
 
+def test_modules_of_a_stock_model() -> None:
+    """Attention, with a mask that is there or not, and the MLP: five rows on 2 x 2 ranks."""
+    work = stock_work("llama", steps=1, rows=5)
+    for found in on_threads(work, plan("*.self_attn", "*.mlp", x=2, y=2)):
+        assert_equal(found, serial(work))
+
+
 @pytest.mark.parametrize(
     "more",
     [
@@ -388,6 +395,7 @@ class Odd(nn.Module):
     def __init__(self, odd: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
         self.mixer, self.odd, self.norm = Mixer(), odd, nn.BatchNorm1d(TIME)
+        self.instances = nn.InstanceNorm1d(TIME, track_running_stats=True)
         self.register_buffer("kept", torch.zeros(TIME, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -412,6 +420,8 @@ ODD: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "roll": (lambda odd, x: x.roll(1, 0), r"mixer: roll does not make of one row"),
     "buffer": (_averaged, r"mixer\.kept: is changed by a forward"),
     "batch norm": (lambda odd, x: odd.norm(x), r"mixer\.norm\.\w+: is changed by a forward"),
+    "instances": (lambda odd, x: odd.instances(x), r"mixer\.instances\.\w+: is changed by a forward"),
+    "entries": (lambda odd, x: x + x[x[..., 0] > 0].sum(), r"mixer: \w+ does not make of one row"),
     "loss": (lambda odd, x: (x, x.square().sum()), r"mixer: gives a tensor without rows"),
 }
 

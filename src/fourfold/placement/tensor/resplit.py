@@ -19,7 +19,7 @@ slices and so sends (R-1)/R (C-1) mN more each way, C and R being its ranks over
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import count
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from fourfold.placement.refusals import PlacementError
 from fourfold.placement.tensor.dealing import Dealing
 from fourfold.placement.tensor.executor import Executor, Switch
 from fourfold.placement.tensor.regions import Sum, has_features, is_integral
-from fourfold.placement.tensor.rowwise import Held, Rowwise, within
+from fourfold.placement.tensor.rowwise import NO_TENSOR, Held, Rowwise, within
 from fourfold.plan.grid import Grid
 from fourfold.torch_private import leaves, map_leaves
 from fourfold.wire import Axis, Mesh, ops
@@ -186,15 +186,20 @@ class ResplitExecutor(Executor):
         args, kwargs = self._changed(self._own, (args, kwargs), self.rowwise.given, "is given")
         return self._changed(whole, self.inner(*args, **kwargs), self.rowwise.gave, "gives")
 
-    def _changed(self, change: Any, value: Any, held: Sequence[Held | None], verb: str) -> Any:
-        found = sum(isinstance(leaf, Tensor) for leaf in leaves(value))
-        if found != len(held):
+    def _changed(self, change: Callable[..., Tensor], value: Any, held: Sequence[Held | None], verb: str) -> Any:
+        found = [isinstance(leaf, Tensor) for leaf in leaves(value)]
+        if len(found) != len(held) or any(there and one is NO_TENSOR for there, one in zip(found, held, strict=True)):
             raise PlacementError(
-                f"{self.path}: {verb} {found} tensors, and {verb} {len(held)} on the example batch, which say where "
-                "rows are; give an example like the batches to come, or leave it out of plan.placement.tensor.by_rows"
+                f"{self.path}: {verb} other tensors than with the example batch, which says where rows are; give an "
+                "example like the batches to come, or leave it out of plan.placement.tensor.by_rows"
             )
-        each = iter(held)
-        return map_leaves(lambda leaf: change(leaf, next(each)) if isinstance(leaf, Tensor) else leaf, value)
+        places = iter(held)
+
+        def visit(leaf: Any) -> Any:
+            place = next(places)
+            return change(leaf, place) if isinstance(leaf, Tensor) else leaf
+
+        return map_leaves(visit, value)
 
     def _own(self, value: Tensor, held: Held | None) -> Tensor:
         lying = self.given if self.given is not None and self.given.has(value, here=True) else None
@@ -212,12 +217,13 @@ class RootExecutor(Executor):
     def __init__(self, switch: Switch, module: nn.Module, rowwise: Rowwise, resplit: Resplit) -> None:
         super().__init__(switch, module)
         self.resplit = resplit
-        self.place, self.held = next((place, held) for place, held in enumerate(rowwise.given) if held is not None)
+        known = ((place, held) for place, held in enumerate(rowwise.given) if held not in (None, NO_TENSOR))
+        self.place, self.held = next(known)
 
     def on_blocks(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
-        tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        self.resplit.rows = tensors[self.place].shape[self.held.dim] // self.held.each
+        given = list(leaves((args, kwargs)))[self.place]
+        self.resplit.rows = given.shape[self.held.dim] // self.held.each
         return self.inner(*args, **kwargs)
 
 

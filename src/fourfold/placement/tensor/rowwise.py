@@ -27,7 +27,7 @@ from fourfold.placement.tensor.probe import agrees
 from fourfold.placement.tensor.rehearsal import Made, Stage
 from fourfold.torch_private import leaves
 
-_REMEDY = "leave it out of plan.placement.tensor.by_rows: it then runs whole on every rank"
+_REMEDY = "leave it out of plan.placement.tensor.by_rows"
 
 
 class Held(NamedTuple):
@@ -37,9 +37,13 @@ class Held(NamedTuple):
     each: int
 
 
+NO_TENSOR = Held(-1, 0)
+"""Of what is a number, or None, or text."""
+
+
 @dataclass(frozen=True)
 class Rowwise:
-    """Of every tensor that a module is given, and gives, in order: where its rows are; None: it has none."""
+    """Of everything that a module is given, and gives, in order: where its rows are; None: a tensor without any."""
 
     given: tuple[Held | None, ...]
     gave: tuple[Held | None, ...]
@@ -65,7 +69,7 @@ def find(stage: Stage, anatomy: Anatomy, paths: Iterable[str]) -> dict[str, Roww
     one, two = (_run(stage, anatomy, paths, rows) for rows in (1, 2))
     tried: set[str] = set()
     found = {"": Rowwise(_held("the model", "is given", one.given[""], two.given[""]), ())}
-    if not any(found[""].given):
+    if all(held in (None, NO_TENSOR) for held in found[""].given):
         raise PlacementError(f"the model: expected a tensor with the rows of the batch; {_REMEDY}")
     for path in paths:
         given = _held(path, "is given", one.given.get(path, []), two.given.get(path, []))
@@ -168,21 +172,22 @@ class _Uses(TorchFunctionMode):
         self.inside += by
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if not self.inside and getattr(func, "__name__", "") not in ("__get__", "__set__"):
+        result = func(*args, **(kwargs or {}))
+        if not self.inside and any(isinstance(leaf, Tensor) for leaf in leaves(result)):
             for leaf in leaves((args, kwargs or {})):
                 if id(leaf) in self.names:
                     raise PlacementError(
                         f"{self.names[id(leaf)]}: is used outside of its module too ({func.__name__}), where all "
                         f"ranks have all rows; untie it, or {_REMEDY}"
                     )
-        return func(*args, **(kwargs or {}))
+        return result
 
 
 # ---- what they say
 
 
 def _held(path: str, verb: str, one: list[list[Any]], two: list[list[Any]]) -> tuple[Held | None, ...]:
-    """Of the tensors of every call, which must be alike."""
+    """Of every call, which must be alike."""
     if not one or len(one) != len(two):
         raise PlacementError(f"{path}: is called {len(one)} times for a row and {len(two)} times for two; {_REMEDY}")
     calls = [tuple(_pairs(path, verb, small, large)) for small, large in zip(one, two, strict=True)]
@@ -198,6 +203,7 @@ def _pairs(path: str, verb: str, one: list[Any], two: list[Any]) -> Iterator[Hel
         if not isinstance(small, list) or not isinstance(large, list):
             if small != large:
                 raise PlacementError(f"{path}: {verb} {small} for one row and {large} for two; {_REMEDY}")
+            yield NO_TENSOR
             continue
         dims = [dim for dim, (a, b) in enumerate(zip(small, large, strict=False)) if a != b]
         if len(small) != len(large) or len(dims) > 1 or (dims and large[dims[0]] != 2 * small[dims[0]]):

@@ -83,6 +83,8 @@ class Split:
         """
         self._stage = stage
         opaque = frozenset(self._taken_over(stage.model))
+        if self.by_rows:
+            self.rowwise.update(rowwise.find(stage, self.anatomy, self.by_rows))
         with stage.entered():
             twin = stage.twin({})
             whole = rehearsal.run(twin, stage.loss, stage.inputs(), self.anatomy, opaque)
@@ -92,8 +94,6 @@ class Split:
             for place, (axis, shape) in enumerate(zip(self.anatomy.outputs, whole.outputs, strict=False)):
                 if axis is not None and self.mesh[axis].size > 1:
                     self.outputs[place] = axis, shape[-1]
-            if self.by_rows:
-                self.rowwise.update(rowwise.find(stage, self.anatomy, self.by_rows))
             self.widths.update({path: _widths(whole, path) for path in self.anatomy.whole})
             split, model = self._dry(Ledger())
             with split.scope.around():
