@@ -253,7 +253,7 @@ def vectors(call: Callable[..., Tensor], mixer: Callable[[], nn.Module] = Mixer,
     return Vectors(disturbed(Net(mixer, call).double()), **settings)
 
 
-def plan(*paths: str, placement: Mapping[str, Any] | None = None, **grid: int) -> dict[str, Any]:
+def plan(*paths: str, placement: Mapping[str, Any] | None = None, **grid: Any) -> dict[str, Any]:
     by_rows = {"by_rows": list(paths)} if paths else {}
     tensor = {"algorithm": "4d", **grid, **by_rows}
     return {"placement": {"precision": "fp64", "tensor": tensor, **(placement or {})}}
@@ -311,7 +311,8 @@ def test_each_rank_computes_its_share() -> None:
 
     def rank(world: wire.World, settings: Mapping[str, Any]) -> list[list[int]]:
         run = parallelize(work.fresh(), work.loss, work.options, settings, world=world, example=work.batch(0))
-        mixers: list[Any] = [block.mixer for block in run.model.blocks]
+        model: Any = run.model
+        mixers = [block.mixer for block in model.blocks]
         for mixer in mixers:
             mixer.seen.clear()
         run.step(work.batch(0))
@@ -392,14 +393,18 @@ class Odd(nn.Module):
 
     kept: Tensor
 
-    def __init__(self, odd: Callable[[Any, Tensor], Tensor]) -> None:
+    def __init__(self, odd: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
         self.mixer, self.odd, self.norm = Mixer(), odd, nn.BatchNorm1d(TIME)
         self.instances = nn.InstanceNorm1d(TIME, track_running_stats=True)
         self.register_buffer("kept", torch.zeros(TIME, WIDTH))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.odd(self, self.mixer(x))
+
+
+def _attended(x: Tensor) -> Tensor:
+    return nn.functional.scaled_dot_product_attention(x, x, x)
 
 
 def _averaged(odd: Any, x: Tensor) -> Tensor:
@@ -407,14 +412,14 @@ def _averaged(odd: Any, x: Tensor) -> Tensor:
     return x
 
 
-ODD: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+ODD: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "mean": (lambda odd, x: x - x.mean(0), r"mixer: mean does not make of one row"),
     "place": (lambda odd, x: x + x[0], r"mixer: __getitem__ does not make of one row"),
     "count": (lambda odd, x: x / len(x), r"mixer: (div|__truediv__) does not make of one row"),
     "numbered": (lambda odd, x: x + torch.arange(len(x), device=x.device)[:, None, None], r"mixer: arange does not"),
     "softmax": (lambda odd, x: x.softmax(0), r"mixer: softmax does not make of one row"),
     "attention": (
-        lambda odd, x: nn.functional.scaled_dot_product_attention(*[x.transpose(0, 1)] * 3).transpose(0, 1),
+        lambda odd, x: _attended(x.transpose(0, 1)).transpose(0, 1),
         r"mixer: scaled_dot_product_attention does not make of one row",
     ),
     "roll": (lambda odd, x: x.roll(1, 0), r"mixer: roll does not make of one row"),
