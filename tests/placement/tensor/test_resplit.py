@@ -268,7 +268,7 @@ def dropping() -> Mixer:
 
 @pytest.mark.parametrize("grid", [CUBE, X, Y], ids=str)
 @pytest.mark.parametrize("call", [residual, hidden, entering])
-def test_by_rows_equals_one_process(call: Callable[..., Tensor], grid: dict[str, int]) -> None:
+def test_by_rows_equals_one_process(call: Callable[..., Tensor], grid: dict[str, Any]) -> None:
     """Loss, gradients, weights and every predicted byte, with dropout inside, 11 rows on 2 x 2 x 2 and 3 ranks."""
     work = vectors(call, dropping)
     for found in on_threads(work, plan(MIXERS, **grid)):
@@ -369,7 +369,8 @@ def test_what_comes_beside_the_rows() -> None:
     """Rows of a mask and of integers are dealt; of the table, every rank's rows give a part of the gradient."""
     torch.manual_seed(0)
     work = Vectors(disturbed(Asking().double()))
-    for grid in ({"x": 2, "y": 2}, Y):
+    grids: list[dict[str, Any]] = [{"x": 2, "y": 2}, Y]
+    for grid in grids:
         for found in on_threads(work, plan(MIXERS, **grid)):
             assert_equal(found, serial(work))
 
