@@ -50,7 +50,7 @@ def test_the_fastest_way_is_kept_and_told(monkeypatch: pytest.MonkeyPatch) -> No
         mine(a, b, out)
     assert asked == list(ways("NT")), "tried once"
     (choice,) = mine.record()
-    assert choice == Choice(site_of(a, b), "NT, transposed", 2.0, 3.0) and choice.gain == 1.5
+    assert choice == Choice(site_of(a, b), "NT, transposed", 2.0, 3.0, tuple(seconds.items())) and choice.gain == 1.5
     close(out, a @ b, a @ b)
 
     seconds["NT, transposed"] = 2.95

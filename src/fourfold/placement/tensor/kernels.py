@@ -53,12 +53,14 @@ class Choice(NamedTuple):
         way: layouts that are multiplied; "NT, transposed" if the product of the transposed operands is.
         seconds: that it took.
         plain: seconds that the operands took as they lay.
+        tried: every way that was timed, and its seconds.
     """
 
     site: Site
     way: str
     seconds: float
     plain: float
+    tried: tuple[tuple[str, float], ...] = ()
 
     @property
     def gain(self) -> float:
@@ -164,7 +166,7 @@ def _tried(site: Site, a: Tensor, b: Tensor, out: Tensor) -> Choice:
     plain = times[site.layouts]
     fastest = min(times, key=lambda way: times[way])
     way = fastest if times[fastest] < MARGIN * plain else site.layouts
-    return Choice(site, way, times[way], plain)
+    return Choice(site, way, times[way], plain, tuple(times.items()))
 
 
 def _seconds(way: str, a: Tensor, b: Tensor, out: Tensor) -> float:
