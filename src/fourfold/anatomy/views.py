@@ -18,7 +18,8 @@ def reshape(reading: Reading, op: Op) -> None:
         flow(reading, op)
         return
     for result in op.results:
-        seen = reshaped(single(spread, result.shape) if op.name in ("view", "reshape") else spread, result.shape)
+        heads = op.name in ("view", "reshape", "unflatten")
+        seen = reshaped(single(spread, result.shape) if heads else spread, result.shape)
         if seen is None:
             reading.trouble(op, f"cannot follow features over {spread.axis} from {x.shape} to {result.shape}", [spread])
         reading.put(result, seen)
