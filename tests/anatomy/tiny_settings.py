@@ -100,7 +100,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "vision_output_dim": 64,
     },
     "Gemma4VisionConfig": {"patch_size": 2, "pooling_kernel_size": 2, "position_embedding_size": 16},
-    "MuseGlimmerVisionConfig": {"patch_size": 2, "pos_emb_height": 8, "pos_emb_width": 8, "max_position_embeddings": 64},
+    "MuseGlimmerVisionConfig": {
+        "patch_size": 2,
+        "pos_emb_height": 8,
+        "pos_emb_width": 8,
+        "max_position_embeddings": 64,
+    },
     **dict.fromkeys(
         ("Ernie4_5_VLMoeVisionConfig", "Ernie4_5_VL_MoeVisionConfig"), {"patch_size": 2, "spatial_merge_size": 2}
     ),
