@@ -113,16 +113,16 @@ def test_shipped_plan(name):
 
 
 NOT_RUN = {
-    "Llama4Config": "its one statement is about multi_modal_projector.linear_1 of Llama4ForConditionalGeneration, whose "
-    "text part is made from a configuration without pad_token_id and asks for it",
-    "MuseSparkConfig": "validate_architecture of its sound part wants one entry a layer in patch_sizes, hidden_sizes and "
-    "depths, and the table of sizes makes two layers of four entries",
+    "Llama4Config": "its one statement is about multi_modal_projector.linear_1 of Llama4ForConditionalGeneration, "
+    "whose text part is made from a configuration without pad_token_id and asks for it",
+    "MuseSparkConfig": "validate_architecture of its sound part wants one entry a layer in patch_sizes, hidden_sizes "
+    "and depths, and the table of sizes makes two layers of four entries",
 }
 """Configurations that are not run tiny, with the reason."""
 
 RECURRENT = (
-    "shipped: linear_attn's projections colwise_gather_output, each gathered at once, so that its convolution and delta "
-    "rule run on all features; ours: linear_attn runs whole on an input gathered once. The recurrence itself is not "
+    "shipped: linear_attn's projections colwise_gather_output, each gathered at once, so that its convolution and "
+    "delta rule run on all features; ours: linear_attn runs whole on an input gathered once. The recurrence itself is not "
     "split by either"
 )
 HEAD = (
@@ -141,21 +141,21 @@ DIFFERS = {
     **dict.fromkeys(("Qwen3NextConfig", "Qwen3_5MoeTextConfig", "Qwen3_5TextConfig"), RECURRENT),
     "LaraMiniConfig": "shipped: linear_attn.out_proj colwise_gather_output, and nothing of what is before it; ours: "
     "linear_attn runs whole, as its convolution and delta rule do in the plan",
-    "Qwen4ExpTextConfig": f"{RECURRENT}. Beside: shipped indexer.index_qk_proj colwise_gather_output, gathered before a "
-    "top-k of words, and input_mix_weight_down rowwise_split_input, summed to whole streams; ours runs both whole",
+    "Qwen4ExpTextConfig": f"{RECURRENT}. Beside: shipped indexer.index_qk_proj colwise_gather_output, gathered before "
+    "a top-k of words, and input_mix_weight_down rowwise_split_input, summed to whole streams; ours runs both whole",
     "DeepseekV4Config": f"{STREAMS}the search finds none that leaves the residual over one axis, and a grid is refused",
     "HYV4Config": f"{STREAMS}the search finds none that leaves the residual over one axis, and a grid is refused",
     "HYV4VLTextConfig": f"{STREAMS}shipped splits q_b_proj, kv_b_proj, gate_proj and o_proj of self_attn; ours runs "
     "self_attn whole between them",
-    "Glm5NextTextConfig": f"{STREAMS}shipped splits o_proj and the experts; ours runs self_attn whole between them, and "
-    "kv_a_proj_with_mqa (mla_kv_a_proj) reads whole features instead of features over x",
-    "Gemma3nTextConfig": "all statements agree; but altup predicts streams from one another and takes a mean over all "
-    "their features between whole and split ones, so that a grid is refused, by name",
+    "Glm5NextTextConfig": f"{STREAMS}shipped splits o_proj and the experts; ours runs self_attn whole between them, "
+    "and kv_a_proj_with_mqa (mla_kv_a_proj) reads whole features instead of features over x",
+    "Gemma3nTextConfig": "all statements agree; but the model itself takes means over all features of its streams, in "
+    "no norm, and mixes streams over x with others over y, so that a grid is refused, by name",
     **dict.fromkeys(("InklingTextConfig", "Inkling2TextConfig", "Inkling2LoopTextConfig"), HEAD),
-    "MuseSparkTextConfig": "shipped: mlp.pre_expert_proj rowwise_split_input, input features split over the one axis and "
-    "its output summed to whole; ours: normal, input features over x and output features over y, which says the same of x",
-    "MuseGlimmerAssistantConfig": "shipped: encoder.fc rowwise_split_input of hidden states that come from another model; "
-    "ours: entry, since what is given to a model is whole, with its output over x",
+    "MuseSparkTextConfig": "shipped: mlp.pre_expert_proj rowwise_split_input, input features split over the one axis "
+    "and its output summed to whole; ours: normal, input features over x and output features over y",
+    "MuseGlimmerAssistantConfig": "shipped: encoder.fc rowwise_split_input of hidden states that come from another "
+    "model; ours: entry, since what is given to a model is whole, with its output over x",
     "MuseGlimmerVisionConfig": f"patch_embedder.patch_embedding{ENTRY}",
     "Llama4VisionConfig": f"patch_embedding.linear{ENTRY}. Shipped: vision_adapter.mlp.fc1 colwise and fc2 rowwise; "
     "between the blocks and it a pixel shuffle moves features into time, so ours runs fc1 whole and fc2 as an entry",
