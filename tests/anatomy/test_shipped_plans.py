@@ -122,7 +122,8 @@ NOT_RUN = {
 
 RECURRENT = (
     "shipped: linear_attn's projections colwise_gather_output, each gathered at once, so that its convolution and "
-    "delta rule run on all features; ours: linear_attn runs whole on an input gathered once. The recurrence itself is not "
+    "delta rule run on all features; ours: linear_attn runs whole on an input gathered once. The recurrence "
+    "itself is not "
     "split by either"
 )
 HEAD = (
@@ -146,7 +147,7 @@ DIFFERS = {
     "DeepseekV4Config": f"{STREAMS}the search finds none that leaves the residual over one axis, and a grid is refused",
     "HYV4Config": f"{STREAMS}the search finds none that leaves the residual over one axis, and a grid is refused",
     "HYV4VLTextConfig": f"{STREAMS}shipped splits q_b_proj, kv_b_proj, gate_proj and o_proj of self_attn; ours runs "
-    "self_attn whole between them",
+    "self_attn whole, and the streams around it stay over x and y both, so that a grid is refused",
     "Glm5NextTextConfig": f"{STREAMS}shipped splits o_proj and the experts; ours runs self_attn whole between them, "
     "and kv_a_proj_with_mqa (mla_kv_a_proj) reads whole features instead of features over x",
     "Gemma3nTextConfig": "all statements agree; but the model itself takes means over all features of its streams, in "

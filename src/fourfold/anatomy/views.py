@@ -277,7 +277,8 @@ def copied(reading: Reading, op: Op) -> None:
     for one, other in ((part, before), (before, part)):
         if one is not None and other is not None:
             reading.in_part(op, one, other.axis)
-    cut_here = part.dim is not None and kept[part.dim] is not None and shape[part.dim] != base.shape[kept[part.dim]]
+    within = None if part.dim is None else kept[part.dim]
+    cut_here = within is not None and shape[part.dim or 0] != base.shape[within]
     if part.axis is not None and cut_here:
         reading.trouble(op, f"puts features over {part.axis} side by side", [part])
     reading.keep(part)
