@@ -18,7 +18,8 @@ def reshape(reading: Reading, op: Op) -> None:
         flow(reading, op)
         return
     for result in op.results:
-        seen = reshaped(single(spread, result.shape) if op.name in ("view", "reshape") else spread, result.shape)
+        heads = op.name in ("view", "reshape", "unflatten")
+        seen = reshaped(single(spread, result.shape) if heads else spread, result.shape)
         if seen is None:
             reading.trouble(op, f"cannot follow features over {spread.axis} from {x.shape} to {result.shape}", [spread])
         reading.put(result, seen)
@@ -276,7 +277,8 @@ def copied(reading: Reading, op: Op) -> None:
     for one, other in ((part, before), (before, part)):
         if one is not None and other is not None:
             reading.in_part(op, one, other.axis)
-    cut_here = part.dim is not None and kept[part.dim] is not None and shape[part.dim] != base.shape[kept[part.dim]]
+    within = None if part.dim is None else kept[part.dim]
+    cut_here = within is not None and shape[part.dim or 0] != base.shape[within]
     if part.axis is not None and cut_here:
         reading.trouble(op, f"puts features over {part.axis} side by side", [part])
     reading.keep(part)

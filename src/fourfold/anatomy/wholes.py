@@ -93,7 +93,7 @@ class _Search:
             kinds = Counter(map(_kind, troubles))
             if kinds[against] >= before[against] > 0:
                 continue  # the choice did not help
-            if kinds < before:
+            if kinds.keys() < before.keys():
                 waiting.clear()  # it helped and did no harm: what is left has nothing to do with it
             taken = {pattern for pattern, _ in choice}
             for pattern, output in self._candidates(troubles[0], read, bare):

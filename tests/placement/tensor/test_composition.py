@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fourfold.anatomy import survey
 from fourfold.models import convnet
 from fourfold.training.losses.classification import classification
 from fourfold.training.optimizer import OptimizerOptions
@@ -140,6 +141,17 @@ def test_heads_that_do_not_divide(heads: int, shared: int, grid: dict[str, int])
     expected = serial(ours)
     for found in on_threads(ours, {"placement": {"precision": "fp64", "tensor": {"algorithm": "4d", **grid}}}):
         assert_equal(found, expected)
+
+
+@pytest.mark.parametrize(("heads", "y"), [(4, 2), (6, 3), (7, 4)])
+def test_a_single_key_value_head_is_copied_and_its_gradient_summed(heads: int, y: int) -> None:
+    """Multi-query attention: queries are dealt over y, every rank has the one key-value head, nothing runs whole."""
+    ours = decoding(Sizes(heads=heads, shared=1))
+    anatomy = survey(ours.fresh(), ours.loss, ours.batch(0))
+    assert anatomy.whole == {}
+    assert {linear.unit_out for name, linear in anatomy.linears.items() if ".key." in name or ".value." in name} == {4}
+    for found in on_threads(ours, {"placement": {"precision": "fp64", "tensor": {"algorithm": "4d", "y": y}}}):
+        assert_equal(found, serial(ours))
 
 
 # ---- bits

@@ -1,0 +1,49 @@
+"""Latent attention: a whole linear makes keys that all heads share, and every rank uses them for its own heads."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from fourfold.anatomy import Shared, survey
+from plain import VOCABULARY, Work, assert_equal, disturbed, lift_casts, on_threads, serial
+
+
+@functools.cache
+def latent() -> Work:
+    """A tiny DeepSeek V3 without experts: latents of 12 features, and 4 features of position for all heads."""
+    import transformers
+
+    config = transformers.DeepseekV3Config(
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        first_k_dense_replace=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=32,
+        q_lora_rank=10,
+        kv_lora_rank=12,
+        qk_nope_head_dim=6,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
+    )
+    torch.manual_seed(0)
+    model = transformers.DeepseekV3ForCausalLM._from_config(config, attn_implementation="sdpa")
+    return Work(disturbed(model.double()), steps=2, prepare=lift_casts)
+
+
+def test_the_shared_keys_of_a_latent_have_partial_gradients() -> None:
+    ours = latent()
+    anatomy = survey(ours.fresh(), ours.loss, ours.batch(0))
+    outputs = {f"model.layers.{layer}.self_attn.kv_a_proj_with_mqa:0" for layer in range(2)}
+    assert anatomy.shared == dict.fromkeys(outputs, Shared("y", ((12, 16),)))
+
+
+@pytest.mark.parametrize("tensor", ({"y": 2}, {"x": 2, "y": 2}, {"y": 3}), ids=str)
+def test_latent_attention_on_grids_equals_one_process(tensor: dict[str, int]) -> None:
+    for outcome in on_threads(latent(), {"placement": {"precision": "fp64", "tensor": {"algorithm": "4d", **tensor}}}):
+        assert_equal(outcome, serial(latent()))
