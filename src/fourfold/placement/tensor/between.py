@@ -156,8 +156,8 @@ class Between(ABC):
         for path in self.anatomy.whole:
             if self.block_of(path) is not None and path not in routers:
                 raise PlacementError(
-                    f"{path}: runs on whole features, and {algorithm} deals rows or time to blocks: expected nothing of "
-                    f"the kind in a block but what chooses experts; choose algorithm: {other}"
+                    f"{path}: runs on whole features, and {algorithm} deals rows or time to blocks: expected nothing "
+                    f"of the kind in a block but what chooses experts; choose algorithm: {other}"
                 )
         for path in experts_of(self.anatomy):
             around = next((half for half in self.first_halves() if path.startswith(f"{half}.")), None)
