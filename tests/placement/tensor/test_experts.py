@@ -34,9 +34,14 @@ EIGHT = 8
 class Mixture(nn.Module):
     """Experts of two layers with biases; `way` is how they are multiplied."""
 
+    up: Tensor
+    up_bias: Tensor
+    down: Tensor
+    down_bias: Tensor
+
     def __init__(self, way: str, parts: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.way = way
+        self.way: str = way
         for name, tensor in parts.items():
             self.register_parameter(name, nn.Parameter(tensor.clone()))
 
@@ -204,14 +209,14 @@ def test_parts_of_a_sum() -> None:
 # ---- stock models
 
 
-def balanced(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+def balanced(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
     """Cross-entropy and the model's own balance loss, of the whole micro-batch."""
     output = model(batch["tokens"], output_router_logits=True, use_cache=False)
     total, count = summed(output.logits, batch["targets"])
     return total + 0.3 * count * output.aux_loss, count
 
 
-def settled(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+def settled(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
     """Cross-entropy and a penalty on each token's router logits (z-loss), which adds up over ranks."""
     output = model(batch["tokens"], output_router_logits=True, use_cache=False)
     total, count = summed(output.logits, batch["targets"])
@@ -228,12 +233,12 @@ def stock(name: str, way: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     shape |= {"intermediate_size": 20, "num_experts_per_tok": 2, "attention_dropout": 0.1}
     many: dict[str, Any] = {"num_experts": 3, "moe_intermediate_size": 20, "decoder_sparse_step": 1}
     windows: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
-    windows |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "num_local_experts": 3}
+    windows |= {"head_dim": 6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "num_local_experts": 3}
     configs: dict[str, Callable[[], Any]] = {
         "mixtral": lambda: transformers.MixtralConfig(**shape, num_local_experts=3),
         "qwen2": lambda: transformers.Qwen2MoeConfig(**shape, **many, shared_expert_intermediate_size=18),
         "qwen3": lambda: transformers.Qwen3MoeConfig(**shape, **many, head_dim=6),
-        "gpt_oss": lambda: transformers.GptOssConfig(**shape, **windows, head_dim=6),
+        "gpt_oss": lambda: transformers.GptOssConfig(**shape, **windows),
     }
     torch.manual_seed(0)
     settings = {} if way == "default" else {"experts_implementation": way}

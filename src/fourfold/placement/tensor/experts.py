@@ -153,7 +153,10 @@ class _Products(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name = getattr(func, "__name__", str(func))
-        args, kwargs = map_leaves(lambda leaf: self.late.get(id(leaf), leaf), (args, kwargs or {}))
+        kwargs = kwargs or {}
+        if self.late:
+            args, kwargs = map_leaves(lambda leaf: self.late.get(id(leaf), leaf), (args, kwargs))
+        assert kwargs is not None
         layer = next((self.weights[id(leaf)][1] for leaf in leaves((args, kwargs)) if id(leaf) in self.weights), None)
         if layer is not None and name in PRODUCTS:
             return self._product(layer, func, args, kwargs)
