@@ -46,7 +46,7 @@ def claim() -> Claim:
         system="Megatron-LM's tensor parallelism",
         paper="Narayanan et al. 2021, arXiv 2104.04473; Shoeybi et al. 2019; Korthikanti et al. 2022",
         statement="gradients equal one process's; a layer sums activations twice in forward and twice in backward, "
-        "8(t-1)/t bsh elements in all (sequence parallelism: gathers and scatters, two of them again); a rank holds 1/t",
+        "8(t-1)/t bsh elements in all (sequence parallelism: gathers and scatters, two again); a rank holds 1/t",
         predicted=predicted,
         measure=_measured,
         control=_control,

@@ -82,8 +82,7 @@ def product(
     if contract.size == output.size == 1 and kernels is None:
         pairs = zip(weights, biases, strict=True)
         return tuple(functional.linear(x, weight.t() if turned else weight, bias) for weight, bias in pairs)
-    if rows is not None:
-        rows, total = _lines(x, rows, total, output)
+    rows, total = (None, total) if rows is None else _lines(x, rows, total, output)
     keep = keep and rows is not None and output.size > 1 and any(weight.requires_grad for weight in weights)
     sequence = (rows, total, keep, chunks, "" if kernels is None else kernels.key)
     call = passes.Call(contract.key, output.key, kind, turned, overlap, *sequence)
