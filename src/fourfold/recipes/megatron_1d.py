@@ -24,25 +24,29 @@ def claim() -> Claim:
     """Narayanan et al. 2021, section 3.2; Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2.
 
     This is the tensor-parallel part of the first; what it says of pipelines is not claimed here. Sequence parallelism
-    sends as much, as gathers and scatters.
+    sends as much, as gathers and scatters; and what column linears read is gathered once more in backward, beside their
+    input gradient, since each rank keeps its part alone.
     """
     hidden = _grid.SHAPE.width
     predicted: dict[str, float] = {}
     for ranks in RANKS:
         for algorithm in ALGORITHMS:
             about = f"{algorithm}, {ranks} ranks"
+            units = 8 if algorithm == "1d" else 10
             if algorithm == "1d":
                 predicted[f"{about}: sums a layer, forward"] = 2.0
                 predicted[f"{about}: sums a layer, backward"] = 2.0
             else:
-                predicted[f"{about}: gathers and scatters a layer"] = 8.0
-            predicted[f"{about}: bytes a layer sends"] = 8 * (ranks - 1) / ranks * _grid.TOKENS * hidden * _grid.ITEM
+                predicted[f"{about}: gathers and scatters a layer"] = 10.0
+            predicted[f"{about}: bytes a layer sends"] = (
+                units * (ranks - 1) / ranks * _grid.TOKENS * hidden * _grid.ITEM
+            )
             predicted[f"{about}: a layer's matrices, elements"] = 12 * hidden**2 / ranks
     return Claim(
         system="Megatron-LM's tensor parallelism",
         paper="Narayanan et al. 2021, arXiv 2104.04473; Shoeybi et al. 2019; Korthikanti et al. 2022",
         statement="gradients equal one process's; a layer sums activations twice in forward and twice in backward, "
-        "8(t-1)/t bsh elements in all (sequence parallelism: as many, gathered and scattered); a rank holds 1/t of it",
+        "8(t-1)/t bsh elements in all (sequence parallelism: gathers and scatters, two again); a rank holds 1/t",
         predicted=predicted,
         measure=_measured,
         control=_control,

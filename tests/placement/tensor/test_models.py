@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from fourfold.wire.errors import RankFailed
 from plain import Outcome, Work, assert_equal, gpt, on_threads, serial, stock_work
 
 NAMES = ("llama", "qwen3", "mistral", "mixtral", "gpt2", "opt", "bert", "vit")
@@ -85,16 +84,3 @@ def test_products_of_panels_equal_one_process(name: str, tensor: dict[str, Any])
     """Optimus and Tesseract, with a table that is the head's weight too, and with one that is not."""
     for outcome in on_threads(work(name), {"placement": {"precision": "fp64", "tensor": tensor}}):
         assert_equal(outcome, alone(name))
-
-
-@pytest.mark.parametrize(
-    ("tensor", "words"),
-    [
-        ({"algorithm": "1d-sequence", "y": 2}, "1d-sequence does not deal the tokens of experts; choose algorithm: 1d"),
-        ({"algorithm": "2d", "q": 2}, "2d multiplies plain matrices only; choose algorithm: 4d"),
-    ],
-    ids=str,
-)
-def test_experts_are_refused_by_name_where_tokens_are_dealt(tensor: dict[str, Any], words: str) -> None:
-    with pytest.raises(RankFailed, match=f"experts.gate_up_proj: {words}"):
-        on_threads(work("mixtral"), {"placement": {"precision": "fp64", "tensor": tensor}})

@@ -34,6 +34,10 @@ from fourfold.wire import Axis, ops
 PRODUCTS = frozenset("__matmul__ _grouped_mm bmm einsum grouped_mm grouped_mm_fallback linear matmul mm".split())
 """Functions that sum over the input features of a weight among their arguments, and add nothing but `linear`'s bias."""
 
+GROUPED = frozenset(("_grouped_mm", "grouped_mm"))
+ALIGNMENT = 16
+"""Bytes of which rows of their operands are multiples."""
+
 VIEWS = frozenset(
     "__get__ __getitem__ bfloat16 contiguous double float half index_select mT movedim permute select squeeze t to "
     "transpose type type_as unsqueeze".split()
@@ -149,7 +153,10 @@ class _Products(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name = getattr(func, "__name__", str(func))
-        args, kwargs = map_leaves(lambda leaf: self.late.get(id(leaf), leaf), (args, kwargs or {}))
+        kwargs = kwargs or {}
+        if self.late:
+            args, kwargs = map_leaves(lambda leaf: self.late.get(id(leaf), leaf), (args, kwargs))
+        assert kwargs is not None
         layer = next((self.weights[id(leaf)][1] for leaf in leaves((args, kwargs)) if id(leaf) in self.weights), None)
         if layer is not None and name in PRODUCTS:
             return self._product(layer, func, args, kwargs)
@@ -173,6 +180,8 @@ class _Products(TorchFunctionMode):
         outer = self.experts.outer
         if layer is Layer.FIRST:
             self.read, bias = True, None
+            if func.__name__ in GROUPED:
+                return ops.sum_identity(_grouped(func, *args, **kwargs), outer)
             if func is F.linear:
                 bias = kwargs.pop("bias", None) if len(args) < 3 else args[2]
                 args = args[:2]
@@ -183,7 +192,9 @@ class _Products(TorchFunctionMode):
             is_input = isinstance(value, Tensor) and value.is_floating_point() and id(value) not in self.weights
             return ops.identity_sum(value, outer) if is_input and not self.partials.is_part(value) else value
 
-        return self.partials.mark(func(*map_leaves(summed, args), **map_leaves(summed, kwargs)))
+        args, kwargs = map_leaves(summed, (args, kwargs))
+        made = _grouped(func, *args, **kwargs) if func.__name__ in GROUPED else func(*args, **kwargs)
+        return self.partials.mark(made)
 
 
 def described(path: str, module: nn.Module, anatomy: Anatomy, outer: Axis, inner: Axis, features: int) -> Experts:
@@ -213,6 +224,22 @@ def described(path: str, module: nn.Module, anatomy: Anatomy, outer: Axis, inner
         elif raw.axis != first.output:
             late.append(name)
     return Experts(weights, tuple(late), outer, inner, features)
+
+
+def _grouped(func: Callable, x: Tensor, weight: Tensor, **settings: Any) -> Tensor:
+    """A grouped product whose kernel wants rows of whole `ALIGNMENT`s: a part of the features need not be such.
+
+    Args:
+        func: `grouped_mm`.
+        x: [tokens, in].
+        weight: [experts, in, out].
+        settings: `offs`.
+    """
+    unit, (into, out) = ALIGNMENT // x.element_size(), weight.shape[-2:]
+    if into % unit == out % unit == 0:
+        return func(x, weight, **settings)
+    wide = F.pad(weight, (0, -out % unit, 0, -into % unit))
+    return func(F.pad(x, (0, -into % unit)), wide, **settings)[:, :out]
 
 
 def _once(bias: Tensor, axis: Axis) -> Tensor:

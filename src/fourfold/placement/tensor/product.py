@@ -24,6 +24,7 @@ from torch.nn import functional
 from fourfold.placement.tensor import passes, siblings
 from fourfold.placement.tensor.kernels import Kernels
 from fourfold.wire import Axis, UsageError
+from fourfold.wire.axis import axis_of
 from fourfold.wire.formulas import shares
 
 
@@ -64,8 +65,7 @@ def product(
         total: extent of the whole along `rows`, whose first parts are one longer where it does not divide; None if it
             does.
         keep: of the sequence form: keep the gathered x until backward instead of gathering it again.
-        gathered: of the sequence form, where `contract` is a single rank: x of all ranks of `output`, if the caller has
-            gathered it anyway. Backward gathers it again.
+        gathered: of the sequence form, `contract` one rank, `keep` off: x of all ranks, if the caller has it anyway.
         chunks: multiplications that a product is cut into where its operand is gathered or its result summed, so that
             chunks travel while others are multiplied; 1 for none.
         kernels: chooses how matrices are multiplied; None: as they lie.
@@ -82,16 +82,11 @@ def product(
     if contract.size == output.size == 1 and kernels is None:
         pairs = zip(weights, biases, strict=True)
         return tuple(functional.linear(x, weight.t() if turned else weight, bias) for weight, bias in pairs)
-    if rows is not None:
-        rows, total = _lines(x, rows, total, output)
-    if gathered is not None:
-        if rows is None or contract.size > 1 or keep:
-            raise UsageError("gathered: expected rows, a contract of one rank and no keep, found others")
-        gathered = gathered.detach()  # its gradient is that of x
+    rows, total = (None, total) if rows is None else _lines(x, rows, total, output)
     keep = keep and rows is not None and output.size > 1 and any(weight.requires_grad for weight in weights)
     sequence = (rows, total, keep, chunks, "" if kernels is None else kernels.key)
     call = passes.Call(contract.key, output.key, kind, turned, overlap, *sequence)
-    out = _Product.apply(x, gathered, call, len(weights), *weights, *biases)
+    out = _Product.apply(x, None if gathered is None else gathered.detach(), call, len(weights), *weights, *biases)
     return tuple(siblings.columns(out, siblings.widths(weights, turned)))
 
 
@@ -109,7 +104,9 @@ class _Product(torch.autograd.Function):
         ctx.shapes = [weight.shape for weight in weights]
         if gathered is None:
             out, kept = passes.product(x, weights, biases, *call)
-        else:
+        elif call.rows is None or axis_of(call.contract).size > 1:
+            raise UsageError("gathered: expected rows, and a contract of one rank")
+        else:  # x has the gradient, of which `gathered` is no part
             out, kept = passes.product(gathered, weights, biases, *call._replace(rows=None, total=None))
         read = kept if call.keep else x
         ctx.save_for_backward(read if any(ctx.trained) else None, *(weights if ctx.wanted else ()))

@@ -166,6 +166,42 @@ def product(
     return Traffic(tuple(forward), tuple(backward))
 
 
+def experts(
+    tokens: int,
+    choices: int,
+    features: int,
+    widths: tuple[int, int],
+    *,
+    outer: Ranks,
+    inner: Ranks,
+    itemsize: int,
+    parts: Sequence[int] | None = None,
+) -> Traffic:
+    """Experts by `experts.ExpertsExecutor`, where all choices are computed: each token by as many experts.
+
+    Args:
+        tokens: that the experts compute on this rank.
+        choices: experts of each.
+        features: of a token on this rank, as experts read it.
+        widths: output features of an expert's first layers here, and input features of its second ones.
+        outer: axis of the tokens' features, unless these are whole.
+        inner: axis of the features between the layers.
+        parts: elements of the tokens that each rank of `inner` has, where they are gathered for the experts and their
+            sums dealt out again; None: every rank has all.
+    """
+    forward, back = "activation", backward_kind("activation")
+    scales = [tokens * choices]
+    first = [*_sum(outer, [tokens * choices * widths[0]], itemsize, forward)]
+    second = [*_sum(outer, [tokens * choices * widths[1]], itemsize, back)]
+    second += [*_sum(inner, scales, itemsize, back), *_sum(outer, scales, itemsize, back)]
+    if parts is None:
+        around = [[*_sum(inner, [tokens * features], itemsize, kind)] for kind in (forward, back)]
+    else:
+        about = (parts, itemsize)
+        around = [[*_gather(inner, *about, kind), *_scatter(inner, *about, kind)] for kind in (forward, back)]
+    return Traffic((*around[0], *first), (*around[1], *second))
+
+
 def summa(
     count: int,
     total: int,
