@@ -162,14 +162,17 @@ class _Surveys(threading.local):
         finally:
             self.work = None
 
-    def survey(self, model: nn.Module, loss: Callable[..., Any], batch: Mapping[str, Tensor]) -> Anatomy:
-        """The survey of an equal model on an equal example, or a new one."""
+    def survey(
+        self, model: nn.Module, loss: Callable[..., Any], batch: Mapping[str, Tensor], **settings: Any
+    ) -> Anatomy:
+        """The survey of an equal model on an equal example with equal settings, or a new one."""
         if self.work is None:
-            return survey(model, loss, batch)
-        key = self.work, str({name: (tensor.shape, tensor.dtype) for name, tensor in batch.items()})
+            return survey(model, loss, batch, **settings)
+        example = {name: (tensor.shape, tensor.dtype) for name, tensor in batch.items()}
+        key = self.work, str((example, settings))
         with self.one_at_a_time:
             if key not in self.taken:
-                self.taken[key] = survey(model, loss, batch)
+                self.taken[key] = survey(model, loss, batch, **settings)
         return self.taken[key]
 
 
