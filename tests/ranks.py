@@ -42,9 +42,9 @@ class Processes:
     """Starts workers when they are first needed and keeps them; after a failure all are killed and started anew."""
 
     def __init__(self) -> None:
-        # One server imports torch and what most bodies use; each worker is a fork of it (some 3 s of import saved).
+        # One server imports torch and what most bodies use; each worker is a fork of it (some 4 s of import saved).
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "fourfold.wire", "fourfold.training.run"])
+        self._context.set_forkserver_preload(["torch", "fourfold.wire", "fourfold.training.run", "torch._dynamo"])
         self._workers: list[_Worker] = []
         self._store: Any = None
         self._runs = 0

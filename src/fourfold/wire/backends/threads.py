@@ -32,19 +32,26 @@ class Post(NamedTuple):
 
 @dataclass
 class Meeting:
-    """The posts of one slot, and how many members have read them."""
+    """The posts of one slot, how many members have read them, and what wakes those who wait for the last post."""
 
+    full: threading.Condition
     posts: dict[int, Post] = field(default_factory=dict)
     read: int = 0
 
 
 class Room:
-    """Where the ranks of one launch meet: their posts, who has failed, who is gone."""
+    """Where the ranks of one launch meet: their posts, who has failed, who is gone.
+
+    One lock for all. A meeting wakes its own members, and only when it is full: were all ranks woken by every post,
+    most would find that they must wait on, and n ranks would take some n² turns a collective instead of n. `changed`
+    is for letters, and for the launching thread.
+    """
 
     def __init__(self, size: int, timeout: float) -> None:
         self.size, self.timeout = size, timeout
-        self.changed = threading.Condition()
-        self.meetings: dict[Hashable, Meeting] = defaultdict(Meeting)
+        lock = threading.RLock()
+        self.changed = threading.Condition(lock)
+        self.meetings: dict[Hashable, Meeting] = defaultdict(lambda: Meeting(threading.Condition(lock)))
         self.letters: dict[Hashable, deque[Tensor]] = {}
         self.failure: tuple[int, BaseException] | None = None
         self.gone: set[int] = set()
@@ -54,43 +61,46 @@ class Room:
         """A rank raised: break all others out. Only the first failure counts."""
         with self.changed:
             self.failure = self.failure or (rank, error)
-            self.changed.notify_all()
+            self._wake()
 
     def finish(self, rank: int) -> None:
         """A rank's body has returned: it will post nothing more."""
         with self.changed:
             self.gone.add(rank)
-            self.changed.notify_all()
+            self._wake()
 
     def hurry(self) -> None:
         """Somebody wishes to stop: from now on a collective has `HURRY` seconds."""
         with self.changed:
             self.hurried = self.hurried or time.monotonic()
-            self.changed.notify_all()
+            self._wake()
 
-    def post(self, key: Hashable, index: int, post: Post) -> None:
-        """Put down what one member sends."""
+    def post(self, key: Hashable, index: int, post: Post, size: int) -> None:
+        """Put down what one of `size` members sends."""
         with self.changed:
             self.check()
-            self.meetings[key].posts[index] = post
-            self.changed.notify_all()
+            meeting = self.meetings[key]
+            meeting.posts[index] = post
+            if len(meeting.posts) == size:
+                meeting.full.notify_all()
 
     def meet(self, key: Hashable, members: Sequence[int], what: str) -> list[Post]:
         """Every member's post, in order, once all are there."""
 
-        def missing() -> list[int]:
-            return [rank for index, rank in enumerate(members) if index not in self.meetings[key].posts]
-
         with self.changed:
-            self.until(missing, what)
             meeting = self.meetings[key]
+
+            def missing() -> list[int]:
+                return [rank for index, rank in enumerate(members) if index not in meeting.posts]
+
+            self.until(missing, what, meeting.full)
             meeting.read += 1
             if meeting.read == len(members):
                 del self.meetings[key]
             return [meeting.posts[index] for index in range(len(members))]
 
-    def until(self, missing: Callable[[], list[int]], what: str) -> None:
-        """Wait (holding the lock) until nobody is missing.
+    def until(self, missing: Callable[[], list[int]], what: str, woken: threading.Condition) -> None:
+        """Wait (holding the lock) until nobody is missing; `woken` is told of what may end the wait.
 
         Raises:
             RankFailed: another rank raised.
@@ -105,7 +115,13 @@ class Room:
             left, limit = self._left(began)
             if left <= 0:
                 raise Stalled(f"{what}: rank {names} did not enter it within {limit}")
-            self.changed.wait(left)
+            woken.wait(left)
+
+    def _wake(self) -> None:
+        """Whoever waits looks again (the caller holds the lock)."""
+        self.changed.notify_all()
+        for meeting in self.meetings.values():
+            meeting.full.notify_all()
 
     def _left(self, began: float) -> tuple[float, str]:
         """Seconds left to a wait, and the limit in words."""
@@ -218,7 +234,7 @@ class ThreadChannel:
         return _Letter(self, tensor, source, tag)
 
     def _meeting(self, slot: int, parts: Sequence[Tensor], take: Callable[[list[Post]], object]) -> Pending:
-        self.room.post((self.key, slot), self.index, Post(self._signatures[slot], parts))
+        self.room.post((self.key, slot), self.index, Post(self._signatures[slot], parts), self.size)
         return _Meet(self, slot, self._signatures.pop(slot), take)
 
 
@@ -258,7 +274,7 @@ class _Letter:
         room, sender = self._channel.room, self._channel.members[self._source]
         what = f"receive with tag {self._tag} on rank {self._channel.members[self._channel.index]}"
         with room.changed:
-            room.until(lambda: [] if self._key in room.letters else [sender], what)
+            room.until(lambda: [] if self._key in room.letters else [sender], what, room.changed)
             box = room.letters[self._key]
             letter = box.popleft()
             if not box:  # tags may never come again: an empty box for each would stay for ever
