@@ -14,6 +14,7 @@ from fourfold.ledger import Ledger
 from fourfold.models.gpt import GPT, Config
 from fourfold.plan import Plan
 from fourfold.planner import Forecast, ForecastError, Subject, Traces, forecast
+from fourfold.planner.clock import Timing
 from fourfold.planner.likeness import network
 from fourfold.planner.tolls import AXES, Factors, Job, Tolls
 from fourfold.training.losses.cross_entropy import cross_entropy
@@ -71,6 +72,8 @@ def run_once(world: Any, model: Any, loss: Any, batch: Any, chosen: Plan) -> tup
         plan(y=3, data=2, precision="bf16", recompute="selective", microbatches=3),
         plan(y=2, algorithm="1d"),
         plan(y=3, algorithm="1d-sequence", recompute="full"),
+        plan(x=2, y=2, chunks=3),
+        plan(y=2, algorithm="1d-sequence", chunks=2),
     ],
     ids=str,
 )
@@ -79,6 +82,20 @@ def test_bytes_are_those_that_a_run_forecasts_and_meters(traces, chosen):
     found = flows(forecast(traces, machine(), chosen).ledger)
     assert found == said == metered
     assert any(key[0] in ("x", "y") for key in found)
+
+
+def test_chunks_hide_the_sums_that_forward_waits_for():
+    """Links on which a sum takes about as long as its product: in two chunks, one of two is hidden."""
+    config = dataclasses.replace(CONFIG, width=144, vocabulary=32)
+    subject = Subject(lambda: GPT(config), cross_entropy, {"tokens": TOKENS["tokens"][:2]}, 8)
+
+    def timing(chunks: int, latency: float = 1e-5) -> Timing:
+        cable = machine(bandwidth=2.5e8, latency=latency, flops=2e10)
+        return forecast(subject, cable, plan(y=2, chunks=chunks)).timing
+
+    whole, halves = timing(1), timing(2)
+    assert halves.exposed["y"] < 0.85 * whole.exposed["y"] and halves.total < whole.total
+    assert timing(50, 1e-3).total > timing(1, 1e-3).total  # fifty messages for one cost more than they hide
 
 
 def test_bytes_of_the_3d_algorithm():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from fourfold.plan import Plan
 from fourfold.planner import ForecastError, Subject, Traces, forecast, plan
 from fourfold.planner.grids import grids
 from fourfold.planner.here import LOOPBACK
-from fourfold.planner.search import MOST_TRACED, Found, factors, look
+from fourfold.planner.search import CHUNKS, MOST_TRACED, Found, factors, look
 from fourfold.planner.tolls import Factors
 from fourfold.training.losses.cross_entropy import cross_entropy
 
@@ -94,6 +95,16 @@ def test_square_algorithms_are_ranked_with_the_others_or_the_note_says_why_not(t
     )
     outlook = plan(traces.subject, slow(4))
     assert "(2d)" in outlook.text() or any(note.startswith("2d q 2: ") for note in outlook.notes)
+
+
+def test_chunks_are_chosen_where_sums_and_products_take_as_long():
+    """Links of no delay, and one row, which replicas cannot share: pieces travel while others are multiplied."""
+    link = Link("cable", 0.0, 1e7)
+    wide = Traces(subject(rows=1, width=256, heads=8))
+    best = look(wide, Cluster(1, 2, Device("cpu_made_up", 2**30, 1e13, {"fp32": 1e9}, "cable"), link, link)).forecasts
+    assert best[0].plan.placement.chunks in CHUNKS
+    assert replace(best[0].plan.placement, chunks=1) in [one.plan.placement for one in best]
+    assert all(one.plan.placement.chunks == 1 for one in look(wide, slow(2)).forecasts)  # nothing to hide behind
 
 
 def _all(found: Found) -> set[Factors]:

@@ -143,7 +143,7 @@ def _tapes(
     """
     placement = plan.placement
     grid = way_of(placement.grid).inside(placement.grid) if placement.grid.cuts_features else None
-    settings = Settings(1, dtype, placement.recompute, grid=grid)
+    settings = Settings(1, dtype, placement.recompute, grid=grid, chunks=placement.chunks)
     each = [dataclasses.replace(settings, rows=rows) for rows in _rows(traces, placement, microbatches)]
     try:
         local = {} if grid is None else traces.local(grid)

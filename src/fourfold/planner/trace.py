@@ -28,6 +28,7 @@ from fourfold.placement.selective import recompute_attention
 from fourfold.placement.tensor.between import way_of
 from fourfold.placement.tensor.rehearsal import Stage
 from fourfold.placement.tensor.split import Split, divide, rehearsed
+from fourfold.placement.tensor.tuning import Tuning
 from fourfold.plan.grid import Grid
 from fourfold.planner import blocks
 from fourfold.planner.recorder import AFTER, BACKWARD, BEFORE, DONE, FORWARD, Recorder
@@ -57,6 +58,7 @@ class Settings:
         short: with no more than three of equal blocks.
         grid: over which features are cut, with the axes that a forward knows (`Between.inside`); the first rank's part
             is run. None: the whole model.
+        chunks: that products of a grid are cut into, as in a plan.
     """
 
     rows: int
@@ -66,6 +68,7 @@ class Settings:
     real: bool = False
     short: bool = True
     grid: Grid | None = None
+    chunks: int = 1
 
 
 def outline(
@@ -195,7 +198,7 @@ def _split(subject: Subject, model: nn.Module, grid: Grid, settings: Settings, r
     real = dataclasses.replace(settings, real=True)
     batch = {name: _rows(tensor, real, dtype) for name, tensor in subject.batch.items()}  # rows may be cut, too
     stage = Stage.of(model, subject.loss, batch, anatomy.traced, dtype)
-    return rehearsed(stage, anatomy, tapped(_axes(grid), recorder), grid)
+    return rehearsed(stage, anatomy, tapped(_axes(grid), recorder), grid, Tuning(chunks=settings.chunks))
 
 
 def _axes(grid: Grid) -> dict[str, int]:

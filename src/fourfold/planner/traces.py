@@ -150,11 +150,11 @@ class Traces:
 
 
 def _period(settings: Settings) -> int:
-    """Rows after which what is dealt over x and y is dealt alike again: from there on all counts are affine."""
+    """Rows after which what is dealt over x and y, or in chunks, is dealt alike again: all counts are affine then."""
     if settings.grid is None:
         return 1
     x, y = settings.grid.x, settings.grid.y
-    return x * y if settings.grid.by_rows else lcm(x, y)
+    return lcm(x * y if settings.grid.by_rows else lcm(x, y), settings.chunks)
 
 
 def _pair_of(settings: Settings) -> Settings:

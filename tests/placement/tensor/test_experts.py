@@ -237,7 +237,7 @@ def stock(name: str, way: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     configs: dict[str, Callable[[], Any]] = {
         "mixtral": lambda: transformers.MixtralConfig(**shape, num_local_experts=3),
         "qwen2": lambda: transformers.Qwen2MoeConfig(**shape, **many, shared_expert_intermediate_size=18),
-        "qwen3": lambda: transformers.Qwen3MoeConfig(**shape, **many, head_dim=6),
+        "qwen3": lambda: transformers.Qwen3MoeConfig(**{**shape, **many, "head_dim": 6}),
         "gpt_oss": lambda: transformers.GptOssConfig(**shape, **windows),
     }
     torch.manual_seed(0)
