@@ -25,6 +25,7 @@ from fourfold.placement.reach import reached
 from fourfold.placement.refusals import reads_explained, refuse
 from fourfold.placement.seats import Seats, room
 from fourfold.placement.state import answer_state_dict, write_loaded_state
+from fourfold.placement.tensor import trial
 from fourfold.placement.tensor.kernels import Choice, Kernels
 from fourfold.placement.tensor.rehearsal import Loss, Stage
 from fourfold.placement.tensor.split import Split, rehearsed
@@ -270,6 +271,7 @@ def place(
     if options.grid.cuts_features:
         stage = _stage(model, anatomy, precision, loss, example)
         split = rehearsed(stage, anatomy, mesh, options.grid, _tuning(options))
+        trial.attempt(split, model, fill, stage.loss)
     sharded = options.shard == "parameters" and mesh["z"].size > 1
     apart, itemsize = sharded or precision.upcast, precision.message.itemsize
     still = frozenset() if split is None else split.assembly.still

@@ -271,7 +271,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "way", "loss", "tensor"), CASES, ids=str)
+def named(value: Any) -> str:
+    """For people, and the same in every process of a pool."""
+    return value.__name__ if callable(value) else str(value)
+
+
+@pytest.mark.parametrize(("name", "way", "loss", "tensor"), CASES, ids=named)
 def test_stock_mixtures_of_experts_equal_one_process(
     name: str, way: str, loss: Callable[..., Any], tensor: dict[str, Any]
 ) -> None:

@@ -49,6 +49,7 @@ class Split:
         widths: of modules that run whole, how many features go in and come out. Found by `rehearse`.
         by_rows: paths of those of them that are computed by rows.
         rowwise: where the rows are in what these are given and give. Found by `rehearse`.
+        untried: why the split model was not tried on numbers (`trial.py`), in words; empty if it was.
         takeover: the executors, once there are some.
     """
 
@@ -65,6 +66,7 @@ class Split:
     widths: dict[str, tuple[int, int]] = field(default_factory=dict)
     by_rows: tuple[str, ...] = ()
     rowwise: dict[str, rowwise.Rowwise] = field(default_factory=dict)
+    untried: str = ""
     takeover: Takeover = field(init=False, repr=False)
     _stage: Stage = field(init=False, repr=False)
 
@@ -157,6 +159,11 @@ class Split:
                 total.backward()
             for flow, traffic in once.traffic().items():
                 ledger.send(*flow, traffic.bytes * times, calls=traffic.calls * times)
+
+    @property
+    def example(self) -> Mapping[str, Tensor]:
+        """The batch of the rehearsal."""
+        return self._stage.batch
 
     def _dry(self, ledger: Ledger) -> tuple[Split, nn.Module]:
         """This rank's split of a twin with blocks for weights, on a mesh that moves nothing."""

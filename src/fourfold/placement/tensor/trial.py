@@ -1,0 +1,204 @@
+"""A trial on numbers: a step of the split model, on threads of this process, beside the same step of the whole one.
+
+A rehearsal compares shapes and functions. What it cannot see is a gradient that is of a part and that nobody sums, or
+a choice by values. So, before anything is allocated, the first rank lets the ranks of x and y be threads, gives them
+blocks of weights of its own making, and compares the loss and every gradient with those of the whole model, in float64.
+That costs about two steps of one process on the example; where this is too much, `Split.untried` says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.anatomy import own_names
+from fourfold.anatomy.twin import twin
+from fourfold.ledger import Ledger
+from fourfold.placement.cut import Fill
+from fourfold.placement.refusals import PlacementError
+from fourfold.placement.tensor.regions import LossScope
+from fourfold.placement.tensor.rehearsal import Loss
+from fourfold.placement.tensor.split import Split
+from fourfold.plan.grid import Grid
+from fourfold.wire import Mesh, RankFailed, World
+from fourfold.wire.threads import launch
+
+MOST_RANKS = 16
+"""Of x and y: that many threads are tried."""
+
+MOST_PRODUCTS = 1 << 31
+"""Weights times positions of the example: a second or two of a processor."""
+
+TOLERANCE = 1e-4
+"""Of the largest element of a gradient (or a hundredth of the largest of all). Models that cast to float32 inside are
+some 1e-7 off; the wrong gradients that were ever found, 3e-3 and more."""
+
+
+class Outcome(NamedTuple):
+    """The loss of one step, and the gradients of whatever has one, by name."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+def attempt(split: Split, model: nn.Module, fill: Fill, loss: Loss) -> None:
+    """Compare one step of the split model with that of the whole one. All ranks call it together.
+
+    Args:
+        split: rehearsed.
+        model: the plain one, its buffers filled; it is not changed.
+        fill: source of its logical weights.
+
+    Raises:
+        PlacementError: they differ, or the split model fails; names the weight.
+    """
+    axis = split.mesh.everyone
+    error: PlacementError | None = None
+    if axis.index == 0:
+        split.untried = _too_much(split, model)
+        if not split.untried:
+            try:
+                split.untried = _tried(split, _numbered(model, fill), loss)
+            except PlacementError as found:
+                error = found
+    (failed,) = axis.collect([float(error is not None)])[0]
+    if error is not None:
+        raise error
+    if failed:
+        raise PlacementError(
+            "the first rank found that the split model does not compute what the whole one does, and says where; leave "
+            "out plan.placement.tensor"
+        )
+
+
+def _too_much(split: Split, model: nn.Module) -> str:
+    """Why no trial is made, in words; empty if one is."""
+    if split.way.inside(Grid(z=split.mesh["z"].size)).z > 1:
+        return "panels of weights travel over z, too"
+    x, y = (split.mesh[name].size for name in ("x", "y"))
+    if x * y > MOST_RANKS:
+        return f"x and y have {x * y} ranks, more than {MOST_RANKS}"
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    positions = max((tensor.shape[:2].numel() for tensor in split.example.values()), default=1)
+    if weights * positions > MOST_PRODUCTS:
+        return f"{weights:,} weights on {positions:,} positions are too much for a trial"
+    return ""
+
+
+def _numbered(model: nn.Module, fill: Fill) -> nn.Module:
+    """A twin in float64 on CPU, in evaluation: the weights with some noise, as a zero would hide what it scales."""
+    names, generator = own_names(model), torch.Generator().manual_seed(0)
+
+    def weight(parameter: Tensor) -> Tensor:
+        if not parameter.is_floating_point():
+            return parameter.detach().to("cpu", copy=True)
+        values = fill(names[id(parameter)], 0, parameter.numel(), torch.float32).to("cpu", torch.float64)
+        scale = 0.1 * max(0.1, float(values.square().mean().sqrt())) if values.numel() else 0.0
+        noise = torch.randn(parameter.numel(), generator=generator, dtype=torch.float64)
+        return (values + scale * noise).view(parameter.shape)
+
+    return twin(model, weight, _wide).eval()
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().to("cpu", copy=True)
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _tried(split: Split, whole: nn.Module, loss: Loss) -> str:
+    """Why nothing can be said, in words; empty if both do the same.
+
+    Raises:
+        PlacementError: they do not.
+    """
+    batch = _rolled(split.example)
+    try:
+        expected, again = (_step(twin(whole, Tensor.clone, Tensor.clone), loss, batch) for _ in range(2))
+    except Exception as error:  # the model's own code, which may want a GPU
+        return f"the whole model does not run in float64 on a processor ({type(error).__name__}: {error})"
+    if expected.loss != again.loss:
+        return "the model does not give the same loss twice"
+    x, y = (split.mesh[name].size for name in ("x", "y"))
+    try:
+        found = launch(x * y, _rank, split, whole, loss, batch)
+    except RankFailed as failed:
+        cause = failed.__cause__
+        if isinstance(cause, PlacementError):
+            raise cause from failed
+        raise PlacementError(
+            f"plan.placement.tensor: a step of the split model fails where the whole model's does not: {failed}; leave "
+            "it out"
+        ) from failed
+    for rank, outcome in enumerate(found):
+        _compare(split, rank % x, rank // x, expected, outcome)
+    return ""
+
+
+def _rolled(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The example on CPU; rows that repeat the first are turned, each by one place more."""
+
+    def rolled(tensor: Tensor) -> Tensor:
+        if tensor.dim() < 2:
+            return tensor
+        return torch.stack([row.roll(number, 0) for number, row in enumerate(tensor)])
+
+    return {name: rolled(tensor.detach().to("cpu")) for name, tensor in batch.items()}
+
+
+def _step(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor]) -> Outcome:
+    total, _ = loss(model, {name: tensor.clone() for name, tensor in batch.items()})
+    total.backward()
+    gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return Outcome(float(total.detach()), gradients)
+
+
+def _rank(world: World, split: Split, whole: nn.Module, loss: Loss, batch: Mapping[str, Tensor]) -> Outcome:
+    """One thread: blocks of the weights, on a mesh of x and y alone."""
+    mesh = Mesh(world, {"x": split.mesh["x"].size, "y": split.mesh["y"].size, "z": 1}, Ledger())
+    tuning = dataclasses.replace(split.tuning, kernels=None)
+    own = dataclasses.replace(split, mesh=mesh, tuning=tuning, scope=LossScope())
+    names = own_names(whole)
+
+    def weight(parameter: Tensor) -> Tensor:
+        return own.assembly.block(names[id(parameter)]).take(parameter.detach()).clone()
+
+    model = twin(whole, weight, Tensor.clone)
+    own.install(model)
+    with own.scope.around():
+        return _step(model, loss, batch)
+
+
+def _compare(split: Split, x: int, y: int, expected: Outcome, found: Outcome) -> None:
+    """Hold what a rank found against what the whole model did.
+
+    Raises:
+        PlacementError: they differ; names the weight that is most wrong.
+    """
+    where = f"on the rank with x = {x}, y = {y}"
+    largest = max((float(gradient.abs().max()) for gradient in expected.gradients.values()), default=0.0)
+    off: dict[str, float] = {}
+    for name, gradient in expected.gradients.items():
+        block = split.assembly.cuts[name].at({"x": x, "y": y, "z": 0}).take(gradient)
+        scale = max(float(gradient.abs().max()), largest / 100)
+        mine = found.gradients.get(name)
+        wrong = block if mine is None else block - mine
+        error = float(wrong.abs().max()) / scale if wrong.numel() and scale else 0.0
+        if not error <= TOLERANCE:
+            off[name] = error
+    if abs(found.loss - expected.loss) > TOLERANCE * abs(expected.loss):
+        raise _refusal(f"the loss is {found.loss:.6g} {where}, and {expected.loss:.6g} in one process", off)
+    if off:
+        name = max(off, key=lambda one: off[one])
+        raise _refusal(f"{name}: its gradient {where} is {off[name]:.2g} of the largest off that of one process", off)
+
+
+def _refusal(what: str, off: Mapping[str, Any]) -> PlacementError:
+    more = f" ({len(off)} weights have wrong gradients: {', '.join(sorted(off)[:4])}{', …' if len(off) > 4 else ''})"
+    return PlacementError(
+        f"plan.placement.tensor: tried on numbers, the split model does not do what the whole one does: {what}"
+        f"{more if len(off) > 1 else ''}; leave it out, or choose algorithm: 1d if another was chosen"
+    )
