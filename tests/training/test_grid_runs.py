@@ -12,6 +12,7 @@ import yaml
 
 from fourfold.cli import main
 from fourfold.config import load
+from fourfold.placement.tensor import trial
 from fourfold.training import checkpoint
 from fourfold.training.checkpoint import Box
 from fourfold.verify.compare import verify
@@ -64,7 +65,11 @@ def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in records if record["kind"] == "step"]
 
 
-def test_tuned_kernels_and_chunks_train_alike_and_the_report_shows_them(tmp_path: Path) -> None:
+def test_tuned_kernels_and_chunks_train_alike_and_the_report_shows_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And where a grid was not tried on numbers, the journal says so."""
+    monkeypatch.setattr(trial, "MOST_PRODUCTS", 1)
     path = written(tmp_path, GPT, {"x": 2, "y": 2}, precision="fp64")
     steps = ["launch.backend=threads", "train.steps=5", "train.sample=null"]
     assert main(["train", str(path), *steps]) == 0
@@ -74,6 +79,7 @@ def test_tuned_kernels_and_chunks_train_alike_and_the_report_shows_them(tmp_path
     assert losses(runs / "tuned") == pytest.approx(losses(runs / "a"), rel=1e-12)
     page = (runs / "tuned" / "report.html").read_text(encoding="utf-8")
     assert "Kernels of cut linears" in page and "What hides behind compute" in page
+    assert "the grid was not tried on numbers: " in page
     assert "Kernels of cut linears" not in (runs / "a" / "report.html").read_text(encoding="utf-8")
 
 

@@ -9,7 +9,8 @@ That costs about two steps of one process on the example; where this is too much
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from fourfold.placement.tensor.regions import LossScope
 from fourfold.placement.tensor.rehearsal import Loss
 from fourfold.placement.tensor.split import Split
 from fourfold.plan.grid import Grid
-from fourfold.wire import Mesh, RankFailed, World
+from fourfold.wire import Axis, Mesh, RankFailed, World
 from fourfold.wire.threads import launch
 
 MOST_RANKS = 16
@@ -36,6 +37,17 @@ MOST_PRODUCTS = 1 << 31
 TOLERANCE = 1e-4
 """Of the largest element of a gradient (or a hundredth of the largest of all). Models that cast to float32 inside are
 some 1e-7 off; the wrong gradients that were ever found, 3e-3 and more."""
+
+
+class Place(NamedTuple):
+    """Of a rank on the axes."""
+
+    x: int
+    y: int
+    z: int
+
+    def __str__(self) -> str:
+        return f"on the rank with x = {self.x}, y = {self.y}{f', z = {self.z}' if self.z else ''}"
 
 
 class Outcome(NamedTuple):
@@ -56,37 +68,45 @@ def attempt(split: Split, model: nn.Module, fill: Fill, loss: Loss) -> None:
     Raises:
         PlacementError: they differ, or the split model fails; names the weight.
     """
-    axis = split.mesh.everyone
-    error: PlacementError | None = None
-    if axis.index == 0:
+    refusal = b""
+    if split.mesh.everyone.index == 0:
         split.untried = _too_much(split, model)
         if not split.untried:
             try:
                 split.untried = _tried(split, _numbered(model, fill), loss)
             except PlacementError as found:
-                error = found
-    (failed,) = axis.collect([float(error is not None)])[0]
-    if error is not None:
-        raise error
-    if failed:
-        raise PlacementError(
-            "the first rank found that the split model does not compute what the whole one does, and says where; leave "
-            "out plan.placement.tensor"
-        )
+                refusal = str(found).encode()
+    _agree(split.mesh.everyone, refusal)
+
+
+def _agree(everyone: Axis, refusal: bytes) -> None:
+    """All ranks refuse in the words of the first.
+
+    Raises:
+        PlacementError: there are some.
+    """
+    length = int(everyone.collect([float(len(refusal))])[0][0])
+    if length:
+        words = everyone.collect([float(code) for code in refusal] or [0.0] * length)[0]
+        raise PlacementError(bytes(map(int, words)).decode())
 
 
 def _too_much(split: Split, model: nn.Module) -> str:
     """Why no trial is made, in words; empty if one is."""
-    if split.way.inside(Grid(z=split.mesh["z"].size)).z > 1:
-        return "panels of weights travel over z, too"
-    x, y = (split.mesh[name].size for name in ("x", "y"))
-    if x * y > MOST_RANKS:
-        return f"x and y have {x * y} ranks, more than {MOST_RANKS}"
+    ranks = prod(_sizes(split).values())
+    if ranks > MOST_RANKS:
+        return f"features lie over {ranks} ranks, more than {MOST_RANKS}"
     weights = sum(parameter.numel() for parameter in model.parameters())
     positions = max((tensor.shape[:2].numel() for tensor in split.example.values()), default=1)
     if weights * positions > MOST_PRODUCTS:
         return f"{weights:,} weights on {positions:,} positions are too much for a trial"
     return ""
+
+
+def _sizes(split: Split) -> dict[str, int]:
+    """Of the axes that a forward knows, x fastest: z is one of them where weights are cut over it by features."""
+    z = split.way.inside(Grid(z=split.mesh["z"].size)).z
+    return {"x": split.mesh["x"].size, "y": split.mesh["y"].size, "z": z}
 
 
 def _numbered(model: nn.Module, fill: Fill) -> nn.Module:
@@ -122,9 +142,9 @@ def _tried(split: Split, whole: nn.Module, loss: Loss) -> str:
         return f"the whole model does not run in float64 on a processor ({type(error).__name__}: {error})"
     if expected.loss != again.loss:
         return "the model does not give the same loss twice"
-    x, y = (split.mesh[name].size for name in ("x", "y"))
+    sizes = _sizes(split)
     try:
-        found = launch(x * y, _rank, split, whole, loss, batch)
+        found = launch(prod(sizes.values()), _rank, split, whole, loss, batch)
     except RankFailed as failed:
         cause = failed.__cause__
         if isinstance(cause, PlacementError):
@@ -133,8 +153,10 @@ def _tried(split: Split, whole: nn.Module, loss: Loss) -> str:
             f"plan.placement.tensor: a step of the split model fails where the whole model's does not: {failed}; leave "
             "it out"
         ) from failed
+    plane = sizes["x"] * sizes["y"]
     for rank, outcome in enumerate(found):
-        _compare(split, rank % x, rank // x, expected, outcome)
+        others = [found[other].gradients for other in range(rank % plane, len(found), plane)]  # along z
+        _compare(split, Place(rank % sizes["x"], rank % plane // sizes["x"], rank // plane), expected, outcome, others)
     return ""
 
 
@@ -158,7 +180,7 @@ def _step(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor]) -> Outcome:
 
 def _rank(world: World, split: Split, whole: nn.Module, loss: Loss, batch: Mapping[str, Tensor]) -> Outcome:
     """One thread: blocks of the weights, on a mesh of x and y alone."""
-    mesh = Mesh(world, {"x": split.mesh["x"].size, "y": split.mesh["y"].size, "z": 1}, Ledger())
+    mesh = Mesh(world, _sizes(split), Ledger())
     tuning = dataclasses.replace(split.tuning, kernels=None)
     own = dataclasses.replace(split, mesh=mesh, tuning=tuning, scope=LossScope())
     names = own_names(whole)
@@ -172,28 +194,34 @@ def _rank(world: World, split: Split, whole: nn.Module, loss: Loss, batch: Mappi
         return _step(model, loss, batch)
 
 
-def _compare(split: Split, x: int, y: int, expected: Outcome, found: Outcome) -> None:
+def _compare(
+    split: Split, place: Place, expected: Outcome, found: Outcome, others: Sequence[Mapping[str, Tensor]]
+) -> None:
     """Hold what a rank found against what the whole model did.
+
+    Args:
+        others: gradients of all ranks along z. They were given the same rows, so gradients add up to as many times
+            those of one; of weights that are cut over z by features the algorithm itself has added them up.
 
     Raises:
         PlacementError: they differ; names the weight that is most wrong.
     """
-    where = f"on the rank with x = {x}, y = {y}"
     largest = max((float(gradient.abs().max()) for gradient in expected.gradients.values()), default=0.0)
     off: dict[str, float] = {}
     for name, gradient in expected.gradients.items():
-        block = split.assembly.cuts[name].at({"x": x, "y": y, "z": 0}).take(gradient)
+        block = split.assembly.cuts[name].at(place._asdict()).take(gradient)
         scale = max(float(gradient.abs().max()), largest / 100)
-        mine = found.gradients.get(name)
-        wrong = block if mine is None else block - mine
+        summed = [found.gradients] if name in split.assembly.still else others
+        mine = [one[name] for one in summed if name in one]
+        wrong = block - sum(mine) / len(others) if mine else block
         error = float(wrong.abs().max()) / scale if wrong.numel() and scale else 0.0
         if not error <= TOLERANCE:
             off[name] = error
     if abs(found.loss - expected.loss) > TOLERANCE * abs(expected.loss):
-        raise _refusal(f"the loss is {found.loss:.6g} {where}, and {expected.loss:.6g} in one process", off)
+        raise _refusal(f"the loss is {found.loss:.6g} {place}, and {expected.loss:.6g} in one process", off)
     if off:
         name = max(off, key=lambda one: off[one])
-        raise _refusal(f"{name}: its gradient {where} is {off[name]:.2g} of the largest off that of one process", off)
+        raise _refusal(f"{name}: its gradient {place} is {off[name]:.2g} of the largest off that of one process", off)
 
 
 def _refusal(what: str, off: Mapping[str, Any]) -> PlacementError:

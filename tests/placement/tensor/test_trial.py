@@ -1,0 +1,107 @@
+"""What only numbers show is refused before anything is allocated: each test breaks one thing on purpose."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fourfold import wire
+from fourfold.models.gpt import GPT, Config
+from fourfold.placement.refusals import PlacementError
+from fourfold.placement.tensor import split as splitting
+from fourfold.placement.tensor import summa, trial
+from fourfold.placement.tensor.tables import TableExecutor
+from fourfold.plan import Plan
+from fourfold.training.losses.cross_entropy import cross_entropy
+from fourfold.training.optimizer import OptimizerOptions
+from fourfold.training.run import parallelize
+
+from .grouped import Sizes, decoding
+
+TOKENS = {"tokens": torch.randint(40, (4, 9), generator=torch.Generator().manual_seed(3))}
+
+
+def placed(model: nn.Module, loss: Any, batch: Mapping[str, Tensor], **tensor: Any) -> list[tuple[str, str]]:
+    """What every rank refuses, or why it did not try."""
+    plan = {"placement": {"tensor": {"algorithm": "4d", **tensor}}}
+
+    def body(world: wire.World) -> tuple[str, str]:
+        own = copy.deepcopy(model)
+        try:
+            run = parallelize(own, loss, OptimizerOptions(), plan, world=world, example=batch)
+        except PlacementError as error:
+            return str(error), ""
+        assert run.placed.split is not None
+        return "", run.placed.split.untried
+
+    return wire.threads.launch(Plan.of(plan).world, body)
+
+
+def gpt() -> GPT:
+    torch.manual_seed(0)
+    return GPT(Config(vocabulary=40, context=8, layers=2, width=24, heads=4))
+
+
+def test_a_gradient_that_nobody_sums_is_refused_by_every_rank_in_the_same_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(splitting, "_summing", lambda axis: lambda gradient: gradient)
+    work = decoding(Sizes(heads=4, shared=2))
+    found = placed(work.fresh(), work.loss, work.batch(0), y=4)
+    assert len(set(found)) == 1
+    assert "attention.k" in found[0][0] and "its gradient on the rank with x = " in found[0][0]
+    assert "that of one process" in found[0][0]
+
+
+def test_a_wrong_loss_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined = TableExecutor.joined
+    monkeypatch.setattr(TableExecutor, "joined", lambda self, found: 2 * joined(self, found))
+    (words, _), *_ = placed(gpt(), cross_entropy, TOKENS, y=2)
+    assert "the loss is" in words and "in one process" in words
+
+
+def test_panels_are_tried_over_z_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    settle = summa._Leaving.settle
+
+    def lost(self: Any) -> None:
+        self._under_way[:] = [(work, lambda: None) for work, _ in self._under_way]
+        settle(self)
+
+    assert placed(gpt(), cross_entropy, TOKENS, algorithm="2d", q=2) == [("", "")] * 4
+    monkeypatch.setattr(summa._Leaving, "settle", lost)
+    found = placed(gpt(), cross_entropy, TOKENS, algorithm="2d", q=2)
+    assert all("weights have wrong gradients" in words for words, _ in found)
+
+
+def test_what_is_not_tried_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert placed(gpt(), cross_entropy, TOKENS, y=2) == [("", "")] * 2
+
+    def noisy(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        total, count = cross_entropy(model, batch)
+        return total + torch.rand((), device=total.device), count
+
+    assert "same loss twice" in placed(gpt(), noisy, TOKENS, y=2)[0][1]
+    monkeypatch.setattr(trial, "MOST_PRODUCTS", 1000)
+    assert "too much for a trial" in placed(gpt(), cross_entropy, TOKENS, y=2)[0][1]
+    monkeypatch.setattr(trial, "MOST_RANKS", 2)
+    assert "more than 2" in placed(gpt(), cross_entropy, TOKENS, y=4)[0][1]
+
+
+def test_a_split_model_that_fails_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_step", _failing(trial._step))
+    (words, _), *_ = placed(gpt(), cross_entropy, TOKENS, y=2)
+    assert "a step of the split model fails where the whole model's does not" in words and "broken" in words
+
+
+def _failing(inner: Any) -> Any:
+    def step(model: nn.Module, loss: Any, batch: Mapping[str, Tensor]) -> Any:
+        if len(next(iter(model.parameters()))) != 40:  # a table that is cut
+            raise RuntimeError("broken")
+        return inner(model, loss, batch)
+
+    return step
