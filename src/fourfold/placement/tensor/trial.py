@@ -31,6 +31,9 @@ from fourfold.wire.threads import launch
 MOST_RANKS = 16
 """Of x and y: that many threads are tried."""
 
+MOST_WEIGHTS = 1 << 25
+"""Of the whole model: at most a gigabyte or so, for the twin, its blocks and both gradients in float64."""
+
 MOST_PRODUCTS = 1 << 31
 """Weights times positions of the example: a second or two of a processor."""
 
@@ -98,7 +101,7 @@ def _too_much(split: Split, model: nn.Module) -> str:
         return f"features lie over {ranks} ranks, more than {MOST_RANKS}"
     weights = sum(parameter.numel() for parameter in model.parameters())
     positions = max((tensor.shape[:2].numel() for tensor in split.example.values()), default=1)
-    if weights * positions > MOST_PRODUCTS:
+    if weights > MOST_WEIGHTS or weights * positions > MOST_PRODUCTS:
         return f"{weights:,} weights on {positions:,} positions are too much for a trial"
     return ""
 
