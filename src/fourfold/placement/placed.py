@@ -271,7 +271,7 @@ def place(
     if options.grid.cuts_features:
         stage = _stage(model, anatomy, precision, loss, example)
         split = rehearsed(stage, anatomy, mesh, options.grid, _tuning(options))
-        trial.attempt(split, model, fill, stage.loss)
+        trial.attempt(split, model, stage.loss)
     sharded = options.shard == "parameters" and mesh["z"].size > 1
     apart, itemsize = sharded or precision.upcast, precision.message.itemsize
     still = frozenset() if split is None else split.assembly.still

@@ -9,8 +9,8 @@ That costs about two steps of one process on the example; where this is too much
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from fourfold.anatomy import own_names
 from fourfold.anatomy.twin import twin
 from fourfold.ledger import Ledger
-from fourfold.placement.cut import Fill
 from fourfold.placement.refusals import PlacementError
 from fourfold.placement.tensor.regions import LossScope
 from fourfold.placement.tensor.rehearsal import Loss
@@ -60,13 +59,12 @@ class Outcome(NamedTuple):
     gradients: dict[str, Tensor]
 
 
-def attempt(split: Split, model: nn.Module, fill: Fill, loss: Loss) -> None:
+def attempt(split: Split, model: nn.Module, loss: Loss) -> None:
     """Compare one step of the split model with that of the whole one. All ranks call it together.
 
     Args:
         split: rehearsed.
         model: the plain one, its buffers filled; it is not changed.
-        fill: source of its logical weights.
 
     Raises:
         PlacementError: they differ, or the split model fails; names the weight.
@@ -76,7 +74,7 @@ def attempt(split: Split, model: nn.Module, fill: Fill, loss: Loss) -> None:
         split.untried = _too_much(split, model)
         if not split.untried:
             try:
-                split.untried = _tried(split, _numbered(model, fill), loss)
+                split.untried = _tried(split, _numbered(model), loss)
             except PlacementError as found:
                 refusal = str(found).encode()
     _agree(split.mesh.everyone, refusal)
@@ -96,7 +94,7 @@ def _agree(everyone: Axis, refusal: bytes) -> None:
 
 def _too_much(split: Split, model: nn.Module) -> str:
     """Why no trial is made, in words; empty if one is."""
-    ranks = prod(_sizes(split).values())
+    ranks = math.prod(_sizes(split).values())
     if ranks > MOST_RANKS:
         return f"features lie over {ranks} ranks, more than {MOST_RANKS}"
     weights = sum(parameter.numel() for parameter in model.parameters())
@@ -112,17 +110,19 @@ def _sizes(split: Split) -> dict[str, int]:
     return {"x": split.mesh["x"].size, "y": split.mesh["y"].size, "z": z}
 
 
-def _numbered(model: nn.Module, fill: Fill) -> nn.Module:
-    """A twin in float64 on CPU, in evaluation: the weights with some noise, as a zero would hide what it scales."""
+def _numbered(model: nn.Module) -> nn.Module:
+    """A twin in float64 on CPU, in evaluation, with weights drawn here: nothing is read, and nothing is zero."""
     names, generator = own_names(model), torch.Generator().manual_seed(0)
 
     def weight(parameter: Tensor) -> Tensor:
         if not parameter.is_floating_point():
-            return parameter.detach().to("cpu", copy=True)
-        values = fill(names[id(parameter)], 0, parameter.numel(), torch.float32).to("cpu", torch.float64)
-        scale = 0.1 * max(0.1, float(values.square().mean().sqrt())) if values.numel() else 0.0
-        noise = torch.randn(parameter.numel(), generator=generator, dtype=torch.float64)
-        return (values + scale * noise).view(parameter.shape)
+            return torch.zeros(parameter.shape, dtype=parameter.dtype)
+        drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        if parameter.dim() > 1:
+            return drawn * (parameter.numel() / max(1, len(parameter))) ** -0.5
+        owner, _, attribute = names[id(parameter)].rpartition(".")
+        scales = attribute == "weight" and "norm" in type(model.get_submodule(owner)).__name__.lower()
+        return 0.2 * drawn + (1.0 if scales else 0.0)
 
     return twin(model, weight, _wide).eval()
 
@@ -143,11 +143,13 @@ def _tried(split: Split, whole: nn.Module, loss: Loss) -> str:
         expected, again = (_step(twin(whole, Tensor.clone, Tensor.clone), loss, batch) for _ in range(2))
     except Exception as error:  # the model's own code, which may want a GPU
         return f"the whole model does not run in float64 on a processor ({type(error).__name__}: {error})"
+    if not math.isfinite(expected.loss):
+        return "the loss is not finite with weights drawn at random"
     if expected.loss != again.loss:
         return "the model does not give the same loss twice"
     sizes = _sizes(split)
     try:
-        found = launch(prod(sizes.values()), _rank, split, whole, loss, batch)
+        found = launch(math.prod(sizes.values()), _rank, split, whole, loss, batch)
     except RankFailed as failed:
         cause = failed.__cause__
         if isinstance(cause, PlacementError):
