@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,9 +37,10 @@ MOST_WEIGHTS = 1 << 25
 MOST_PRODUCTS = 1 << 31
 """Weights times positions of the example: a second or two of a processor."""
 
-TOLERANCE = 1e-4
-"""Of the largest element of a gradient (or a hundredth of the largest of all). Models that cast to float32 inside are
-some 1e-7 off; the wrong gradients that were ever found, 3e-3 and more."""
+TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-3}
+"""Types to try in, the next where a model does not run in the one before (grouped products are not there in float64),
+with what may be off, of the largest element of a gradient (or a hundredth of the largest of all). Models that cast to
+float32 inside are some 1e-7 off; the wrong gradients that were ever found, 3e-3 and more."""
 
 
 class Place(NamedTuple):
@@ -74,7 +76,7 @@ def attempt(split: Split, model: nn.Module, loss: Loss) -> None:
         split.untried = _too_much(split, model)
         if not split.untried:
             try:
-                split.untried = _tried(split, _numbered(model), loss)
+                split.untried = _tried(split, model, loss)
             except PlacementError as found:
                 refusal = str(found).encode()
     _agree(split.mesh.everyone, refusal)
@@ -110,43 +112,59 @@ def _sizes(split: Split) -> dict[str, int]:
     return {"x": split.mesh["x"].size, "y": split.mesh["y"].size, "z": z}
 
 
-def _numbered(model: nn.Module) -> nn.Module:
-    """A twin in float64 on CPU, in evaluation, with weights drawn here: nothing is read, and nothing is zero."""
+def _numbered(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A twin of this type on CPU, in evaluation, with weights drawn here: nothing is read, and nothing is zero."""
     names, generator = own_names(model), torch.Generator().manual_seed(0)
 
     def weight(parameter: Tensor) -> Tensor:
         if not parameter.is_floating_point():
             return torch.zeros(parameter.shape, dtype=parameter.dtype)
-        drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        drawn = torch.randn(parameter.shape, generator=generator, dtype=dtype)
         if parameter.dim() > 1:
             return drawn * (parameter.numel() / max(1, len(parameter))) ** -0.5
         owner, _, attribute = names[id(parameter)].rpartition(".")
         scales = attribute == "weight" and "norm" in type(model.get_submodule(owner)).__name__.lower()
         return 0.2 * drawn + (1.0 if scales else 0.0)
 
-    return twin(model, weight, _wide).eval()
+    return twin(model, weight, partial(_on_cpu, dtype=dtype)).eval()
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach().to("cpu", copy=True)
-    return tensor.double() if tensor.is_floating_point() else tensor
+def _on_cpu(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy, of this type if it is floating."""
+    return tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
 
 
-def _tried(split: Split, whole: nn.Module, loss: Loss) -> str:
+def _tried(split: Split, model: nn.Module, loss: Loss) -> str:
     """Why nothing can be said, in words; empty if both do the same.
 
     Raises:
         PlacementError: they do not.
     """
-    batch = _rolled(split.example)
-    try:
-        expected, again = (_step(twin(whole, Tensor.clone, Tensor.clone), loss, batch) for _ in range(2))
-    except Exception as error:  # the model's own code, which may want a GPU
-        return f"the whole model does not run in float64 on a processor ({type(error).__name__}: {error})"
-    if not math.isfinite(expected.loss):
-        return "the loss is not finite with weights drawn at random"
-    if expected.loss != again.loss:
-        return "the model does not give the same loss twice"
+    reason = ""
+    for dtype, tolerance in TOLERANCES.items():
+        whole, batch = _numbered(model, dtype), _rolled(split.example, dtype)
+        try:
+            expected, again = (_step(twin(whole, Tensor.clone, Tensor.clone), loss, batch) for _ in range(2))
+        except Exception as error:  # the model's own code, which may want another type, or a GPU
+            reason = reason or f"the whole model does not run on a processor ({type(error).__name__}: {error})"
+            continue
+        if not math.isfinite(expected.loss):
+            return "the loss is not finite with weights drawn at random"
+        if expected.loss != again.loss:
+            return "the model does not give the same loss twice"
+        _hold(split, whole, loss, batch, expected, tolerance)
+        return ""
+    return reason
+
+
+def _hold(
+    split: Split, whole: nn.Module, loss: Loss, batch: Mapping[str, Tensor], expected: Outcome, tolerance: float
+) -> None:
+    """Let the ranks take the step, and compare each of them.
+
+    Raises:
+        PlacementError: one fails, or differs.
+    """
     sizes = _sizes(split)
     try:
         found = launch(math.prod(sizes.values()), _rank, split, whole, loss, batch)
@@ -161,11 +179,11 @@ def _tried(split: Split, whole: nn.Module, loss: Loss) -> str:
     plane = sizes["x"] * sizes["y"]
     for rank, outcome in enumerate(found):
         others = [found[other].gradients for other in range(rank % plane, len(found), plane)]  # along z
-        _compare(split, Place(rank % sizes["x"], rank % plane // sizes["x"], rank // plane), expected, outcome, others)
-    return ""
+        place = Place(rank % sizes["x"], rank % plane // sizes["x"], rank // plane)
+        _compare(split, place, expected, outcome, others, tolerance)
 
 
-def _rolled(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _rolled(batch: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """The example on CPU; rows that repeat the first are turned, each by one place more."""
 
     def rolled(tensor: Tensor) -> Tensor:
@@ -173,7 +191,7 @@ def _rolled(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return tensor
         return torch.stack([row.roll(number, 0) for number, row in enumerate(tensor)])
 
-    return {name: rolled(tensor.detach().to("cpu")) for name, tensor in batch.items()}
+    return {name: rolled(_on_cpu(tensor, dtype)) for name, tensor in batch.items()}
 
 
 def _step(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor]) -> Outcome:
@@ -200,7 +218,12 @@ def _rank(world: World, split: Split, whole: nn.Module, loss: Loss, batch: Mappi
 
 
 def _compare(
-    split: Split, place: Place, expected: Outcome, found: Outcome, others: Sequence[Mapping[str, Tensor]]
+    split: Split,
+    place: Place,
+    expected: Outcome,
+    found: Outcome,
+    others: Sequence[Mapping[str, Tensor]],
+    tolerance: float,
 ) -> None:
     """Hold what a rank found against what the whole model did.
 
@@ -220,9 +243,9 @@ def _compare(
         mine = [one[name] for one in summed if name in one]
         wrong = block - sum(mine) / len(others) if mine else block
         error = float(wrong.abs().max()) / scale if wrong.numel() and scale else 0.0
-        if not error <= TOLERANCE:
+        if not error <= tolerance:
             off[name] = error
-    if abs(found.loss - expected.loss) > TOLERANCE * abs(expected.loss):
+    if abs(found.loss - expected.loss) > tolerance * abs(expected.loss):
         raise _refusal(f"the loss is {found.loss:.6g} {place}, and {expected.loss:.6g} in one process", off)
     if off:
         name = max(off, key=lambda one: off[one])
