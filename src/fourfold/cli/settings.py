@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from fourfold.config import Config, ConfigError, Loaded, Origins, Problem, resolved
 from fourfold.config import load as load_config
 from fourfold.config.paths import missing
@@ -88,9 +90,19 @@ def blaming(loaded: Loaded) -> Iterator[None]:
     except ValueError as error:
         ours = type(error).__module__.startswith("fourfold.") and not isinstance(error, ConfigError)
         problem = loaded.origins.blame(str(error))
-        if not ours or problem.key.partition(".")[0] not in Config.model_fields:
+        if not ours or not _is_setting(problem.key, loaded.config):
             raise
         raise ConfigError([problem]) from error
+
+
+def _is_setting(key: str, config: Config) -> bool:
+    """Whether a key begins with a section and, after it, one of its settings: a weight may be called `model.layers.0`,
+    too."""
+    name, _, rest = key.partition(".")
+    section = getattr(config, name, None) if name in Config.model_fields else None
+    if isinstance(section, BaseModel) and rest:
+        return rest.partition(".")[0] in type(section).model_fields
+    return name in Config.model_fields
 
 
 def positive(option: str, value: int) -> None:

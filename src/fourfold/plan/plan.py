@@ -145,7 +145,10 @@ class Placement:
             ", ".join(f"{axis} {size}" for axis, size in zip(axes, sizes, strict=True))
             for sizes in nearest(tuple(axes.values()), world)
         )
-        return f"change plan.placement: the nearest grids of {world} are {' and '.join(grids)}"
+        return (
+            f"change plan.placement: by numbers alone, the nearest grids of {world} are {' and '.join(grids)}; "
+            "`fourfold plan` tells whether the model can be cut so"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The plain mapping that `Plan.of` reads back to an equal placement."""

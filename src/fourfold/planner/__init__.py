@@ -4,6 +4,7 @@ from fourfold.planner.answer import plan as plan
 from fourfold.planner.explain import Outlook as Outlook
 from fourfold.planner.forecast import Forecast as Forecast
 from fourfold.planner.forecast import ForecastError as ForecastError
+from fourfold.planner.forecast import RefusedError as RefusedError
 from fourfold.planner.forecast import forecast as forecast
 from fourfold.planner.here import here as here
 from fourfold.planner.measure import Peak as Peak

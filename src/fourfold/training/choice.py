@@ -11,7 +11,7 @@ from fourfold.config import Config
 from fourfold.hardware import Cluster
 from fourfold.ledger import Ledger
 from fourfold.plan import Plan
-from fourfold.planner import Forecast, ForecastError, TraceError, here
+from fourfold.planner import Forecast, ForecastError, RefusedError, TraceError, here
 from fourfold.planner import plan as forecasts
 from fourfold.training.subject import subject
 
@@ -42,6 +42,7 @@ def choose(config: Config, workers: int | None = None) -> Choice:
     Raises:
         ChoiceError: the plan needs another number of workers than there are, or no plan fits.
         PlanError: the plan itself cannot be.
+        RefusedError: the plan cannot be laid on this model and batch.
     """
     plan = given(config, workers)
     if plan is not None:
@@ -96,9 +97,15 @@ def crowded(workers: int, threads: int) -> tuple[str, ...]:
 
 
 def _given(config: Config, plan: Plan) -> Choice:
-    """A plan that was asked for, with its forecast; one that does not fit is run all the same, and that is said."""
+    """A plan that was asked for, with its forecast; one that does not fit is run all the same, and that is said.
+
+    Raises:
+        RefusedError: the model or the batch cannot be cut so: its ranks would only find the same.
+    """
     try:
         forecast = forecasts(subject(config), _cluster(config, plan.world), plan).forecasts[0]
+    except RefusedError:
+        raise
     except (TraceError, ForecastError) as error:
         return Choice(plan, (f"plan: {plan} (given)", f"no forecast: {error}"))
     bound = (f"forecast: this plan does not fit: {forecast.bound}",) if forecast.bound else ()
