@@ -8,7 +8,7 @@ from typing import Any
 from fourfold.config import Config
 from fourfold.hardware import Cluster
 from fourfold.plan import Plan
-from fourfold.planner import Outlook, here, plan
+from fourfold.planner import Outlook, here, loaded, plan
 from fourfold.training.choice import crowded, default_workers
 from fourfold.training.subject import subject
 
@@ -46,8 +46,9 @@ def outlook(config: Config) -> Planned:
         found = plan(subject(config), cluster, given, world=workers)
         return Planned(replace(found, notes=(*found.notes, *_part(cluster, workers, given is not None))))
     count = workers or default_workers()
+    busy = loaded()  # before forecasts make it so
     found = plan(subject(config), here(count), given, world=workers)
-    return Planned(replace(found, notes=(*found.notes, *crowded(count, config.launch.threads))))
+    return Planned(replace(found, notes=(*found.notes, *crowded(count, config.launch.threads), *busy)))
 
 
 def _part(cluster: Cluster, workers: int | None, given: bool) -> tuple[str, ...]:

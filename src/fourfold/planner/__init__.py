@@ -7,6 +7,7 @@ from fourfold.planner.forecast import ForecastError as ForecastError
 from fourfold.planner.forecast import RefusedError as RefusedError
 from fourfold.planner.forecast import forecast as forecast
 from fourfold.planner.here import here as here
+from fourfold.planner.here import loaded as loaded
 from fourfold.planner.measure import Peak as Peak
 from fourfold.planner.measure import measured_peak as measured_peak
 from fourfold.planner.search import search as search

@@ -11,7 +11,7 @@ from fourfold.config import Config
 from fourfold.hardware import Cluster
 from fourfold.ledger import Ledger
 from fourfold.plan import Plan
-from fourfold.planner import Forecast, ForecastError, RefusedError, TraceError, here
+from fourfold.planner import Forecast, ForecastError, RefusedError, TraceError, here, loaded
 from fourfold.planner import plan as forecasts
 from fourfold.training.subject import subject
 
@@ -44,12 +44,13 @@ def choose(config: Config, workers: int | None = None) -> Choice:
         PlanError: the plan itself cannot be.
         RefusedError: the plan cannot be laid on this model and batch.
     """
+    busy = loaded() if config.hardware == "here" else ()  # before forecasts make it so
     plan = given(config, workers)
     if plan is not None:
         found = _given(config, plan)
     else:
         found = _planned(config, workers or config.launch.workers or default_workers())
-    return replace(found, why=(*found.why, *crowded(found.plan.world, config.launch.threads)))
+    return replace(found, why=(*busy, *found.why, *crowded(found.plan.world, config.launch.threads)))
 
 
 def given(config: Config, workers: int | None = None) -> Plan | None:
