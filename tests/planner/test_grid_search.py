@@ -80,7 +80,11 @@ def test_on_more_ranks_only_the_most_promising_are_traced(traces, world):
 
 
 def test_grids_that_are_not_powers_of_two(traces):
-    found = look(traces, slow(6))
+    told: list[str] = []
+    found = look(traces, slow(6), tell=told.append)
+    plans = [line for line in told if line.startswith("plan ")]
+    assert plans[0] == f"plan 1 of {len(plans)}, data 6"
+    assert any(line.startswith("grid 1 of ") for line in told)
     assert {Factors(3, 2), Factors(1, 6), Factors(2, 1, 3)} <= _all(found)
     assert factors(found.forecasts[0].plan).y in (2, 3)
 

@@ -11,6 +11,7 @@ from fourfold.planner.here import loaded as loaded
 from fourfold.planner.measure import Peak as Peak
 from fourfold.planner.measure import measured_peak as measured_peak
 from fourfold.planner.search import search as search
+from fourfold.planner.search import silent as silent
 from fourfold.planner.subject import Subject as Subject
 from fourfold.planner.trace import TraceError as TraceError
 from fourfold.planner.traces import Traces as Traces

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import psutil
@@ -11,7 +12,7 @@ from fourfold.config import Config
 from fourfold.hardware import Cluster
 from fourfold.ledger import Ledger
 from fourfold.plan import Plan
-from fourfold.planner import Forecast, ForecastError, RefusedError, TraceError, here, loaded
+from fourfold.planner import Forecast, ForecastError, RefusedError, TraceError, here, loaded, silent
 from fourfold.planner import plan as forecasts
 from fourfold.training.subject import subject
 
@@ -32,12 +33,13 @@ class Choice:
     forecast: Ledger | None = None
 
 
-def choose(config: Config, workers: int | None = None) -> Choice:
+def choose(config: Config, workers: int | None = None, tell: Callable[[str], None] = silent) -> Choice:
     """The plan of a run.
 
     Args:
         config: `plan` and `launch.workers` decide.
         workers: how many there are already (torchrun started them); None: as many as are wanted.
+        tell: is told which plan is being forecast.
 
     Raises:
         ChoiceError: the plan needs another number of workers than there are, or no plan fits.
@@ -49,7 +51,7 @@ def choose(config: Config, workers: int | None = None) -> Choice:
     if plan is not None:
         found = _given(config, plan)
     else:
-        found = _planned(config, workers or config.launch.workers or default_workers())
+        found = _planned(config, workers or config.launch.workers or default_workers(), tell)
     return replace(found, why=(*busy, *found.why, *crowded(found.plan.world, config.launch.threads)))
 
 
@@ -113,9 +115,9 @@ def _given(config: Config, plan: Plan) -> Choice:
     return Choice(plan, (f"plan: {plan} (given)", _figures(forecast), *bound), _noted(forecast))
 
 
-def _planned(config: Config, workers: int) -> Choice:
+def _planned(config: Config, workers: int, tell: Callable[[str], None]) -> Choice:
     """Ask the planner for the fastest plan that fits."""
-    outlook = forecasts(subject(config), _cluster(config, workers), world=workers)
+    outlook = forecasts(subject(config), _cluster(config, workers), world=workers, tell=tell)
     many = f"{workers} worker{'s'[: workers > 1]}"
     fitting = [one for one in outlook.forecasts if one.fits]
     if not fitting:

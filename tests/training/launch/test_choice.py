@@ -74,7 +74,8 @@ def test_plan_says_so_below_the_tables(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "a.yaml").write_text(CONFIG + "plan: {placement: {data: 4}}\n")
     for more in ([], ["--json"]):
         assert main(["plan", str(tmp_path / "a.yaml"), *more]) == 0
-        said = capsys.readouterr().out
+        said, progress = capsys.readouterr()
+        assert progress == "looking at plans: up to minutes for many workers\n"
         found = json.loads(said)["notes"] if more else " ".join(said.split())
         assert LINE in found
     assert main(["plan", str(tmp_path / "a.yaml"), "hardware=4x rtx4090"]) == 0
