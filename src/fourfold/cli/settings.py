@@ -16,6 +16,9 @@ from fourfold.config import load as load_config
 from fourfold.config.paths import missing
 from fourfold.config.problem import nearest
 
+NEWEST = 3
+"""Runs that are named where the one that was asked for is not there."""
+
 
 def load(path: str, overrides: Iterable[str]) -> Loaded:
     """A config that is about to run: also its plan, its paths and its hardware are checked.
@@ -126,14 +129,22 @@ def among(what: str, names: Iterable[str], known: Sequence[str]) -> None:
 
 
 def run_folder(path: str) -> str:
-    """Refuse what is not a folder, with the nearest name."""
+    """Refuse what is not a folder, with the nearest name, or the newest runs that there are."""
     _no_part_of_a_run(path)
     if not Path(path).is_dir():
         beside = Path(path).parent
         names = sorted(entry.name for entry in beside.iterdir() if entry.is_dir()) if beside.is_dir() else []
-        found = f"expected a run's folder, found no {path!r}{nearest(Path(path).name, names)}; runs lie in run.folder"
+        advice = nearest(Path(path).name, names) or _newest(beside, names)
+        found = f"expected a run's folder, found no {path!r}{advice}; runs lie in run.folder"
         raise ConfigError([Problem("command line", "", found)])
     return path
+
+
+def _newest(beside: Path, names: Sequence[str]) -> str:
+    """` (the newest there: runs/b, runs/a)`, or nothing where there is no run."""
+    configs = [config for name in names if (config := beside / name / "config.yaml").is_file()]
+    found = sorted(configs, key=lambda config: config.stat().st_mtime, reverse=True)[:NEWEST]
+    return f" (the newest there: {', '.join(str(config.parent) for config in found)})" if found else ""
 
 
 def _no_part_of_a_run(path: str) -> None:

@@ -156,7 +156,7 @@ def measures(record: Record) -> str:
     if record.get("mfu") is not None:
         parts.append(f"MFU {record['mfu']:.0%}")
     if "memory" in record:
-        parts.append(f"{record['memory'] / 2**20:,.0f} MiB")
+        parts.append(f"process {record['memory'] / 2**20:,.0f} MiB")
     return "  ".join(parts)
 
 

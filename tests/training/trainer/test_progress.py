@@ -10,7 +10,7 @@ STEP = {"kind": "step", "loss": 2.34567, "tokens_per_second": 12345.6, "mfu": 0.
 
 
 def test_the_measures_of_a_step_on_one_line():
-    assert measures(STEP) == "loss 2.3457  12,346 tokens/s  MFU 51%  300 MiB"
+    assert measures(STEP) == "loss 2.3457  12,346 tokens/s  MFU 51%  process 300 MiB"
     assert measures({"loss": 1.0, "mfu": None}) == "loss 1.0000"
 
 

@@ -1,12 +1,13 @@
-"""Errors of the rooms below are blamed on the setting that they name, where it was written; and on nothing else."""
+"""What commands say of settings and folders: errors are blamed on what they name, where it was written."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from fourfold.cli.settings import blaming, load
+from fourfold.cli.settings import blaming, load, run_folder
 from fourfold.config import ConfigError
 from fourfold.placement.refusals import PlacementError
 
@@ -31,3 +32,20 @@ def raised(path: Path, message: str) -> str:
 )
 def test_only_settings_are_blamed_and_where_they_were_written(tmp_path: Path, message: str, said: str) -> None:
     assert raised(tmp_path / "a.yaml", message) == said
+
+
+def test_a_run_that_is_not_there_names_the_newest_that_are(tmp_path: Path) -> None:
+    for number, name in enumerate(("qqq", "aaa", "zzz", "mmm", "no-run")):
+        (tmp_path / name).mkdir()
+        if name != "no-run":
+            config = tmp_path / name / "config.yaml"
+            config.touch()
+            os.utime(config, (number, number))
+    with pytest.raises(ConfigError) as found:
+        run_folder(str(tmp_path / "20261201"))
+    said = str(found.value).replace(f"{tmp_path}/", "runs/")
+    assert said.endswith(
+        "found no 'runs/20261201' (the newest there: runs/mmm, runs/zzz, runs/aaa); runs lie in run.folder"
+    )
+    with pytest.raises(ConfigError, match=r"\(did you mean 'zzz'\?\)"):
+        run_folder(str(tmp_path / "zzx"))
