@@ -77,7 +77,7 @@ class Technique:
 
     def to_dict(self) -> dict[str, Any]:
         """Name and options as one flat mapping, the form that a plan file holds."""
-        return {"name": self.name, **dataclasses.asdict(self.options)}
+        return {"name": self.spelling, **dataclasses.asdict(self.options)}
 
 
 def spelled(name: str) -> str:
