@@ -253,6 +253,11 @@ OVERRIDES = [
     over("unknown key", "train.stepz=3", "train.stepz", "'steps'"),
     over("into a number", "seed.x=3", "seed", "found settings"),
     over("non-finite", "optimizer.lr=nan", "optimizer.lr", "finite"),
+    over("algorithm", 'plan.placement.tensor={algorithm="5d"}', "plan.placement.tensor", "'5d' (did you mean '2.5d'?)"),
+    over(
+        "algorithms", 'plan.placement.tensor="9"', "plan.placement.tensor", "it has: 1d, 1d-sequence, 2.5d, 2d, 3d, 4d"
+    ),
+    over("its option", 'plan.placement.tensor={algorithm="2.5d",e=2}', "plan.placement.tensor", "'2.5d' has no option"),
     over("plan", "plan.placement.z=2", "plan.placement.z", "use data: 2"),
     over("unknown device", "hardware=8x rtx409", "hardware", "'rtx4090'"),
     bad("twice", "seed: 1\n", "train.steps: given twice", over=("train.steps=3", "train.steps=4")),

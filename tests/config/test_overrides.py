@@ -54,6 +54,23 @@ def test_a_list_of_bare_words_is_given_back_so_that_it_can_be_pasted(written: st
         assert (again.path, problems) == (("data", "files"), [])
 
 
+@pytest.mark.parametrize(
+    ("written", "advised"),
+    [
+        ("{tensor=4d}", """'plan.placement={tensor="4d"}'"""),
+        ("{tensor={algorithm=2.5d, q = 2}, z=1}", """'plan.placement={tensor={algorithm="2.5d", q = 2}, z=1}'"""),
+        ("{tensor={algorithm=4d}", None),
+        ("{4d}", None),
+    ],
+)
+def test_a_table_of_bare_words_is_given_back_so_that_it_can_be_pasted(written: str, advised: str | None) -> None:
+    _, (problem,) = parse([f"plan.placement={written}"])
+    assert problem.text.endswith(f"write {advised}" if advised else "put the argument in single quotes for the shell")
+    if advised:
+        (again,), problems = parse(shlex.split(advised))
+        assert (again.path, problems) == (("plan", "placement"), [])
+
+
 def test_they_are_laid_over_and_the_file_stays_as_it_was() -> None:
     settings = {"train": {"steps": 3, "batch": 4}, "plan": "auto"}
     overrides, _ = parse(["train.steps=5", "plan.placement.data=2", "run.name=a"])

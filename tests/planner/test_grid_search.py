@@ -80,7 +80,11 @@ def test_on_more_ranks_only_the_most_promising_are_traced(traces, world):
 
 
 def test_grids_that_are_not_powers_of_two(traces):
-    found = look(traces, slow(6))
+    told: list[str] = []
+    found = look(traces, slow(6), tell=told.append)
+    plans = [line for line in told if line.startswith("plan ")]
+    assert plans[0] == f"plan 1 of {len(plans)}, data 6"
+    assert any(line.startswith("grid 1 of ") for line in told)
     assert {Factors(3, 2), Factors(1, 6), Factors(2, 1, 3)} <= _all(found)
     assert factors(found.forecasts[0].plan).y in (2, 3)
 
@@ -132,7 +136,8 @@ def test_where_nothing_else_fits_a_grid_does():
 def test_the_table_of_grids_and_its_json(traces):
     outlook = plan(traces.subject, slow(8))
     text = outlook.text()
-    assert "grids, each by its best plan" in text and "were estimated by formula alone" in text
+    assert "grids, each by its best plan" in text and "estimated by formula alone" in text
+    assert "(4d)" in text or "(1d-sequence)" in text
     assert "sends over" in text and "loses to the best" in text
     plain = json.loads(json.dumps(outlook.to_dict()))
     assert len(plain["estimated"]) == len(outlook.estimated) > 0
@@ -142,10 +147,15 @@ def test_the_table_of_grids_and_its_json(traces):
     assert sent & {"x", "y"}
 
 
-def test_a_grid_without_room_for_its_heads_says_so():
-    found = look(Traces(subject(rows=8, width=48, heads=3)), slow(4))
-    reasons = {tuple(one.ranked.grid): one.behind for one in found.estimated}
-    assert reasons[Factors(1, 4)] == "attention.qkv: 3 heads cannot be cut over y = 4"
+def test_a_grid_without_room_for_its_heads_says_so_in_a_table_without_times():
+    outlook = plan(subject(rows=8, width=48, heads=3), slow(4))
+    reasons = {tuple(one.ranked.grid): one.behind for one in outlook.estimated}
+    why = "attention.qkv: 3 heads cannot be cut over y = 4"
+    assert reasons[Factors(1, 4)] == why
+    times, _, impossible = outlook.text().partition("grids that cannot be")
+    (row,) = [line for line in impossible.splitlines() if "x 1 y 4 " in line]
+    assert row.strip("\N{BOX DRAWINGS LIGHT VERTICAL} ").endswith(why) and " ms" not in row
+    assert why not in times
 
 
 def test_a_model_that_cannot_be_cut_says_why():

@@ -46,6 +46,13 @@ def test_the_integer_vectors(square, elements):
     assert sent(Network("one", (Linear.of(16, 48),), 1, 16), square, ELEMENTS) == elements
 
 
+@pytest.mark.parametrize("algorithm", ["2.5d", "2-5d", "2_5d"])
+def test_a_plan_spells_its_algorithm_as_people_do(algorithm):
+    plan = Plan.of({"placement": {"tensor": {"algorithm": algorithm, "q": 2, "d": 2}}})
+    assert str(plan) == "2.5d q 2 d 2, z 2 shard parameters"
+    assert plan.to_dict()["placement"]["tensor"]["algorithm"] == "2.5d" and Plan.of(plan.to_dict()) == plan
+
+
 @pytest.mark.parametrize("square", [Square("2d", {"q": 2}), Square("3d", {"q": 2})], ids=str)
 def test_most_of_what_a_traced_plan_sends(square):
     config = Config(vocabulary=96, context=16, layers=2, width=64, heads=4, tied=False)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
+
+from rich.console import Console
 
 from fourfold.config import Config
 from fourfold.hardware import Cluster
 from fourfold.plan import Plan
-from fourfold.planner import Outlook, here, plan
+from fourfold.planner import Outlook, here, loaded, plan
 from fourfold.training.choice import crowded, default_workers
+from fourfold.training.progress import busy
 from fourfold.training.subject import subject
 
 
@@ -33,21 +37,33 @@ class Planned:
         return self.outlook.text()
 
 
-def outlook(config: Config) -> Planned:
+def outlook(config: Config, console: Console | None = None) -> Planned:
     """The forecast of the config's plan, or of all plans for its workers, ranked.
 
     `hardware: here` is this machine with as many workers as the plan, launch.workers or its cores say; a named cluster
     is taken whole unless launch.workers says otherwise.
+
+    Args:
+        console: where progress is told: on a terminal plan by plan, else by a line at the beginning. None: stderr.
     """
+    console = console or Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        console.print("looking at plans: up to minutes for many workers")
+    with busy("looking at plans", console) as tell:
+        return _found(config, tell)
+
+
+def _found(config: Config, tell: Callable[[str], None]) -> Planned:
     given = Plan.of(config.plan) if isinstance(config.plan, dict) else None
     workers = given.world if given is not None else config.launch.workers
     if config.hardware != "here":
         cluster = Cluster.parse(config.hardware)
-        found = plan(subject(config), cluster, given, world=workers)
+        found = plan(subject(config), cluster, given, world=workers, tell=tell)
         return Planned(replace(found, notes=(*found.notes, *_part(cluster, workers, given is not None))))
     count = workers or default_workers()
-    found = plan(subject(config), here(count), given, world=workers)
-    return Planned(replace(found, notes=(*found.notes, *crowded(count, config.launch.threads))))
+    crowd = loaded()  # before forecasts make it so
+    found = plan(subject(config), here(count), given, world=workers, tell=tell)
+    return Planned(replace(found, notes=(*found.notes, *crowded(count, config.launch.threads), *crowd)))
 
 
 def _part(cluster: Cluster, workers: int | None, given: bool) -> tuple[str, ...]:

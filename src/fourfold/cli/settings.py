@@ -9,10 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from fourfold.config import Config, ConfigError, Loaded, Origins, Problem, resolved
 from fourfold.config import load as load_config
 from fourfold.config.paths import missing
 from fourfold.config.problem import nearest
+
+NEWEST = 3
+"""Runs that are named where the one that was asked for is not there."""
 
 
 def load(path: str, overrides: Iterable[str]) -> Loaded:
@@ -88,9 +93,19 @@ def blaming(loaded: Loaded) -> Iterator[None]:
     except ValueError as error:
         ours = type(error).__module__.startswith("fourfold.") and not isinstance(error, ConfigError)
         problem = loaded.origins.blame(str(error))
-        if not ours or problem.key.partition(".")[0] not in Config.model_fields:
+        if not ours or not _is_setting(problem.key, loaded.config):
             raise
         raise ConfigError([problem]) from error
+
+
+def _is_setting(key: str, config: Config) -> bool:
+    """Whether a key begins with a section and, after it, one of its settings: a weight may be called `model.layers.0`,
+    too."""
+    name, _, rest = key.partition(".")
+    section = getattr(config, name, None) if name in Config.model_fields else None
+    if isinstance(section, BaseModel) and rest:
+        return rest.partition(".")[0] in type(section).model_fields
+    return name in Config.model_fields
 
 
 def positive(option: str, value: int) -> None:
@@ -114,14 +129,22 @@ def among(what: str, names: Iterable[str], known: Sequence[str]) -> None:
 
 
 def run_folder(path: str) -> str:
-    """Refuse what is not a folder, with the nearest name."""
+    """Refuse what is not a folder, with the nearest name, or the newest runs that there are."""
     _no_part_of_a_run(path)
     if not Path(path).is_dir():
         beside = Path(path).parent
         names = sorted(entry.name for entry in beside.iterdir() if entry.is_dir()) if beside.is_dir() else []
-        found = f"expected a run's folder, found no {path!r}{nearest(Path(path).name, names)}; runs lie in run.folder"
+        advice = nearest(Path(path).name, names) or _newest(beside, names)
+        found = f"expected a run's folder, found no {path!r}{advice}; runs lie in run.folder"
         raise ConfigError([Problem("command line", "", found)])
     return path
+
+
+def _newest(beside: Path, names: Sequence[str]) -> str:
+    """` (the newest there: runs/b, runs/a)`, or nothing where there is no run."""
+    configs = [config for name in names if (config := beside / name / "config.yaml").is_file()]
+    found = sorted(configs, key=lambda config: config.stat().st_mtime, reverse=True)[:NEWEST]
+    return f" (the newest there: {', '.join(str(config.parent) for config in found)})" if found else ""
 
 
 def _no_part_of_a_run(path: str) -> None:

@@ -64,12 +64,33 @@ def merge(settings: dict[str, Any], overrides: Iterable[Override]) -> tuple[dict
 
 
 def _malformed(key: str, written: str) -> str:
-    """What to write instead of a value that is no TOML; a list of bare words is given back with its quotes."""
+    """What to write instead of a value that is no TOML; lists and tables of bare words are given back with quotes."""
     remedy = "put the argument in single quotes for the shell"
     if re.fullmatch(r"\[[^\[\]{}\"']+\]", written):
         listed = json.dumps([yaml_text.scalar(part.strip()) for part in written[1:-1].split(",")], ensure_ascii=False)
         remedy = f"text in a list is quoted: write {shlex.quote(f'{key}={listed}')}"
+    elif written.startswith("{") and (quoted := _quoted(written)):
+        remedy = f"text in a table is quoted: write {shlex.quote(f'{key}={quoted}')}"
     return f"expected a TOML value, with every quote and bracket closed, found {written[:60]!r}; {remedy}"
+
+
+def _quoted(written: str) -> str:
+    """A table whose bare words are quoted; empty if that makes no TOML of it either."""
+    quoted = re.sub(r"(=\s*)([^\s,{}\[\]\"']+)", lambda match: match[1] + _text_quoted(match[2]), written)
+    try:
+        toml_text.value(quoted)
+    except ValueError:
+        return ""
+    return quoted
+
+
+def _text_quoted(word: str) -> str:
+    """The word as TOML has it: quotes around it if it is text."""
+    try:
+        toml_text.value(word)
+    except ValueError:
+        return json.dumps(word, ensure_ascii=False)
+    return word
 
 
 def _value(written: str) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fourfold.plan.grid import Grid, nearest
 from fourfold.plan.protocols import Codec
-from fourfold.plan.technique import Technique, TechniqueError, techniques
+from fourfold.plan.technique import Technique, TechniqueError, spelled, techniques
 
 SHARD = ("none", "optimizer", "gradients", "parameters")
 RECOMPUTE = ("none", "selective", "full")
@@ -145,7 +145,10 @@ class Placement:
             ", ".join(f"{axis} {size}" for axis, size in zip(axes, sizes, strict=True))
             for sizes in nearest(tuple(axes.values()), world)
         )
-        return f"change plan.placement: the nearest grids of {world} are {' and '.join(grids)}"
+        return (
+            f"change plan.placement: by numbers alone, the nearest grids of {world} are {' and '.join(grids)}; "
+            "`fourfold plan` tells whether the model can be cut so"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The plain mapping that `Plan.of` reads back to an equal placement."""
@@ -256,7 +259,7 @@ class Plan:
         if place.tensor is not None:
             sizes = (f"{axis} {size}" for axis, size in _options(place.tensor, "int").items() if axis != "z")
             flags = (name for name, flag in _options(place.tensor, "bool").items() if flag)
-            words.append(" ".join([place.tensor.name.replace("_", "-"), *sizes, *flags]))
+            words.append(" ".join([place.tensor.spelling, *sizes, *flags]))
         if place.z > 1:
             words.append(f"z {place.z} shard {place.shard}")
         words += [f"recompute {place.recompute}"] if place.recompute != "none" else []
@@ -303,7 +306,7 @@ def _technique(where: str, room: str, value: Any, default: str | None, key: str 
     settings = _mapping(where, value)
     name = settings.pop(key, default)
     if not isinstance(name, str):
-        raise PlanError(f"{where}.{key}: expected one of {', '.join(techniques(room))}, found {name!r}")
+        raise PlanError(f"{where}.{key}: expected one of {', '.join(map(spelled, techniques(room)))}, found {name!r}")
     try:
         return Technique.find(room, name, settings)
     except (TechniqueError, TypeError, ValueError) as error:

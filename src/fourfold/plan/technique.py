@@ -53,15 +53,16 @@ class Technique:
         Raises:
             TechniqueError: no such file, or a setting that it does not have, with the nearest name.
         """
-        known, name = techniques(room), re.sub(r"[-.]", "_", name)
-        if name not in known:
-            raise TechniqueError(f"{room} has no technique {name!r}{_nearest(name, known)}; it has: {', '.join(known)}")
+        said, name = name, re.sub(r"[-.]", "_", name)
+        if name not in techniques(room):
+            known = tuple(map(spelled, techniques(room)))
+            raise TechniqueError(f"{room} has no technique {said!r}{_nearest(said, known)}; it has: {', '.join(known)}")
         options = importlib.import_module(ROOMS[room] + name).Options
         fields = tuple(entry.name for entry in dataclasses.fields(options))
         for key in settings or {}:
             if key not in fields:
                 known = ", ".join(fields) or "none"
-                raise TechniqueError(f"{room} {name!r} has no option {key!r}{_nearest(key, fields)}; it has: {known}")
+                raise TechniqueError(f"{room} {said!r} has no option {key!r}{_nearest(key, fields)}; it has: {known}")
         return cls(room, name, options(**(settings or {})))
 
     @property
@@ -69,9 +70,19 @@ class Technique:
         """The technique's file, imported."""
         return importlib.import_module(ROOMS[self.room] + self.name)
 
+    @property
+    def spelling(self) -> str:
+        """The name as people write it: "2.5d", "1d-sequence"."""
+        return spelled(self.name)
+
     def to_dict(self) -> dict[str, Any]:
         """Name and options as one flat mapping, the form that a plan file holds."""
-        return {"name": self.name, **dataclasses.asdict(self.options)}
+        return {"name": self.spelling, **dataclasses.asdict(self.options)}
+
+
+def spelled(name: str) -> str:
+    """A file's name as people write it: "_" is a point between digits, else a hyphen."""
+    return re.sub(r"(?<=\d)_(?=\d)", ".", name).replace("_", "-")
 
 
 def _nearest(name: str, known: tuple[str, ...]) -> str:

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fourfold.hardware import Cluster
 from fourfold.plan import Plan
 from fourfold.planner.explain import Outlook
 from fourfold.planner.forecast import forecast
-from fourfold.planner.search import look
+from fourfold.planner.search import look, silent
 from fourfold.planner.subject import Subject
 from fourfold.planner.traces import Traces
 
 
-def plan(subject: Subject, cluster: Cluster, given: Plan | None = None, *, world: int | None = None) -> Outlook:
+def plan(
+    subject: Subject,
+    cluster: Cluster,
+    given: Plan | None = None,
+    *,
+    world: int | None = None,
+    tell: Callable[[str], None] = silent,
+) -> Outlook:
     """Forecast one plan, or all plans for `world` ranks (the whole cluster unless said), ranked.
+
+    Args:
+        tell: is told which plan of how many is being forecast.
 
     Raises:
         TraceError, ForecastError: the model, or the plan, cannot be forecast at all.
@@ -20,7 +32,7 @@ def plan(subject: Subject, cluster: Cluster, given: Plan | None = None, *, world
     traces = Traces(subject)
     if given is not None:
         return Outlook(subject, cluster, (forecast(traces, cluster, given),), _notes(traces, cluster))
-    found = look(traces, cluster, world=world)
+    found = look(traces, cluster, world=world, tell=tell)
     return Outlook(subject, cluster, found.forecasts, (*_notes(traces, cluster), *found.left_out), found.estimated)
 
 

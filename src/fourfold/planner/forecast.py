@@ -31,12 +31,19 @@ from fourfold.planner.traces import CutError, Traces
 
 GIB = 1024**3
 
+NEAREST = "; nearest: "
+"""Begins what placement recommends of one axis alone."""
+
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
 """A cluster's name of the type that is computed in."""
 
 
 class ForecastError(ValueError):
     """A plan that this machine or this batch cannot take, whatever it costs."""
+
+
+class RefusedError(ForecastError):
+    """Placement refuses the plan for this model or batch: a run of it would fail at its start, on any machine."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,8 @@ def forecast(subject: Subject | Traces, cluster: Cluster, plan: Plan) -> Forecas
 
     Raises:
         TraceError: the model cannot be run at all.
-        ForecastError: more ranks than devices, or the model cannot be cut over the grid: says where, and what fits.
+        ForecastError: more ranks than devices.
+        RefusedError: the model or the batch cannot be cut over the grid: says where, and what fits.
     """
     traces = subject if isinstance(subject, Traces) else Traces(subject)
     if plan.world > cluster.world:
@@ -93,7 +101,7 @@ def forecast(subject: Subject | Traces, cluster: Cluster, plan: Plan) -> Forecas
     try:
         refuse_rows(placement, traces.subject.rows, microbatches)
     except PlacementError as error:
-        raise ForecastError(str(error)) from error
+        raise RefusedError(str(error)) from error
     types = precision(placement, cluster)
     tapes, settings, local = _tapes(traces, plan, str(types.compute).removeprefix("torch."), microbatches)
     tape = tapes[0]
@@ -139,7 +147,7 @@ def _tapes(
     """The traces of this rank's micro-batches, the settings of the first, and shapes of weights that are cut.
 
     Raises:
-        ForecastError: the model cannot be cut over the grid.
+        RefusedError: the model cannot be cut over the grid.
     """
     placement = plan.placement
     grid = way_of(placement.grid).inside(placement.grid) if placement.grid.cuts_features else None
@@ -149,17 +157,25 @@ def _tapes(
         local = {} if grid is None else traces.local(grid)
         return [traces.tape(one) for one in each], each[0], local
     except CutError as error:
-        raise ForecastError(f"{error}{_near(traces, plan)}") from error
+        raise RefusedError(_refusal(str(error), _near(traces, plan), plan.world)) from error
 
 
-def _near(traces: Traces, plan: Plan) -> str:
-    """Grids of the same world size on which the model can be laid, in words; empty where closed forms know none."""
+def _refusal(why: str, near: Sequence[Factors], world: int) -> str:
+    """Placement's words under the setting that they are about; its nearest sizes, which look at one axis and one
+    linear alone, give way to grids of the same world size on which the whole model can be laid."""
+    why = why if why.startswith("plan.") else f"plan.placement.tensor: {why}"
+    if not near:
+        return why
+    return f"{why.partition(NEAREST)[0]}; nearest grids of {world} that fit: {'; '.join(map(str, near))}"
+
+
+def _near(traces: Traces, plan: Plan) -> list[Factors]:
+    """Grids of the same world size on which the model can be laid; none where closed forms know none."""
     likeness = network(traces)
     if likeness is None:
-        return ""
+        return []
     sizes = plan.placement.axes()
-    found = nearest(likeness, Factors(*(sizes[axis] for axis in AXES)), Job(traces.subject.rows))
-    return f"; nearest grids of {plan.world} that fit: {'; '.join(map(str, found))}" if found else ""
+    return nearest(likeness, Factors(*(sizes[axis] for axis in AXES)), Job(traces.subject.rows))
 
 
 def _rows(traces: Traces, placement: Placement, microbatches: int) -> list[int]:

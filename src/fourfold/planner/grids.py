@@ -19,6 +19,7 @@ from fourfold.planner.clock import BEST, LIKELY, WORST, Timing
 from fourfold.planner.held import held
 from fourfold.planner.network import Band, Linear, Network
 from fourfold.planner.pace import Pace
+from fourfold.planner.shortfall import shortfall
 from fourfold.planner.tolls import AXES, Factors, Job, Tolls
 
 
@@ -66,17 +67,8 @@ class Ranked:
         return sum(self.sent.values())
 
     def behind(self, best: Ranked) -> str:
-        """In words, what this grid loses to the best one: its bound, or the part of the step that grew the most."""
-        if self.bound:
-            return self.bound
-        parts = {f"waiting for {axis}": (self.timing.exposed, best.timing.exposed, axis) for axis in AXES}
-        grew = {name: mine.get(axis, 0.0) - its.get(axis, 0.0) for name, (mine, its, axis) in parts.items()}
-        grew["compute"] = self.timing.compute + self.timing.stretched - best.timing.compute - best.timing.stretched
-        grew["the update"] = self.timing.update - best.timing.update
-        worst = max(grew, key=lambda name: grew[name])
-        if grew[worst] <= 0:
-            return "as fast as the best"
-        return f"{_seconds(grew[worst])} more in {worst}"
+        """In words, what this grid loses to the best one: its bound, or by how much its step is longer, and where."""
+        return self.bound or shortfall(self.timing, best.timing)
 
 
 def grids(world: int) -> Iterator[Factors]:
@@ -95,8 +87,10 @@ def obstacle(network: Network, grid: Factors, job: Job) -> str:
             if reason := _too_narrow(linear, axis, bands, sizes[axis]):
                 return reason
     if 0 < network.kv_heads < grid.y and grid.y % network.kv_heads:
-        heads = network.kv_heads
-        return f"heads: {heads} key-value heads over y = {grid.y}: expected at most {heads} ranks, or a multiple"
+        most = network.kv_heads
+        return (
+            f"heads: {most} key-value heads over y = {grid.y}: expected at most {most} ranks, or a multiple of {most}"
+        )
     needed = grid.z * grid.data * job.microbatches
     if job.rows < needed:
         return (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from rich.table import Table
 from fourfold.plan import Plan
 from fourfold.planner.forecast import GIB, Forecast
 from fourfold.planner.search import Estimate, factors
+from fourfold.planner.shortfall import shortfall
 from fourfold.planner.tolls import AXES
 
 SHOWN = 6
@@ -29,9 +29,11 @@ def tables(forecasts: Sequence[Forecast], estimated: Sequence[Estimate]) -> Iter
         table.add_row(title, *times, in_bytes(one.peak), _sent(one), behind(one, next(iter(best.values()))))
     yield table
     yield from _more(list(best))
-    if estimated:
-        yield _estimates(estimated)
-        yield from _more(estimated)
+    for some, of_these in ((True, _estimates), (False, _impossible)):
+        listed = [one for one in estimated if one.ranked.fits == some]
+        if listed:
+            yield of_these(listed)
+            yield from _more(listed)
 
 
 def best_of_each(forecasts: Sequence[Forecast]) -> dict[str, Forecast]:
@@ -43,28 +45,14 @@ def best_of_each(forecasts: Sequence[Forecast]) -> dict[str, Forecast]:
 
 
 def titled(plan: Plan) -> str:
-    """The plan's grid, with its algorithm unless that is 4D's."""
+    """The plan's grid, with the algorithm that cuts features, if one does."""
     tensor = plan.placement.tensor
-    name = "4d" if tensor is None else re.sub(r"(?<=\d)_(?=\d)", ".", tensor.name).replace("_", "-")
-    return f"{factors(plan)}{'' if name == '4d' else f' ({name})'}"
+    return f"{factors(plan)}{'' if tensor is None else f' ({tensor.spelling})'}"
 
 
 def behind(one: Forecast, best: Forecast) -> str:
-    """In words, what a plan loses to the best: what rules it out, or the part of its step that is longer by most."""
-    if one.bound or one is best:
-        return one.bound
-    mine, its = one.timing, best.timing
-    grew = {
-        f"waiting for {axis}": mine.exposed.get(axis, 0.0) - its.exposed.get(axis, 0.0)
-        for axis in dict.fromkeys((*mine.exposed, *its.exposed))
-    }
-    grew["compute"] = mine.compute + mine.stretched - its.compute - its.stretched
-    grew["the update"] = mine.update - its.update
-    worst = max(grew, key=lambda part: grew[part])
-    slower = mine.total - its.total
-    if slower <= 0:
-        return "no time"  # as fast, with more memory
-    return f"{in_seconds(slower)}: {worst} + {in_seconds(grew[worst])}"
+    """In words, what a plan loses to the best: what rules it out, or by how much its step is longer, and where."""
+    return one.bound if one.bound or one is best else shortfall(one.timing, best.timing)
 
 
 def to_dict(one: Estimate) -> dict[str, Any]:
@@ -83,14 +71,23 @@ def to_dict(one: Estimate) -> dict[str, Any]:
 
 
 def _estimates(estimated: Sequence[Estimate]) -> Table:
-    table = Table(
-        title=f"{len(estimated)} grids that cut features were estimated by formula alone", title_justify="left"
-    )
+    count = f"{len(estimated)} grid{'s'[: len(estimated) > 1]} that cut{'' if len(estimated) > 1 else 's'} features"
+    title = f"{count}, estimated by formula alone: these times compare with one another"
+    table = Table(title=title, title_justify="left")
     for name in ("grid", "step", "memory", "loses to the best, by formula"):
         table.add_column(name, justify="right" if name in ("step", "memory") else "left")
     for one in estimated[:SHOWN]:
         memory = in_bytes(sum(one.ranked.memory.values()))
         table.add_row(str(one.ranked.grid), in_seconds(one.ranked.seconds), memory, one.behind)
+    return table
+
+
+def _impossible(estimated: Sequence[Estimate]) -> Table:
+    table = Table(title="grids that cannot be", title_justify="left")
+    table.add_column("grid")
+    table.add_column("why")
+    for one in estimated[:SHOWN]:
+        table.add_row(str(one.ranked.grid), one.behind)
     return table
 
 

@@ -47,6 +47,18 @@ def here(workers: int = 1) -> Cluster:
     return dataclasses.replace(measured, devices_per_node=workers, device=slower, intra=link, inter=link)
 
 
+def loaded() -> tuple[str, ...]:
+    """A line where more programs want this machine's cores than there are; nothing where they do not, or on GPUs."""
+    cores = psutil.cpu_count(logical=False) or 1
+    load = os.getloadavg()[0]  # programs that ran or waited to, the mean of about the last minute
+    if load <= cores or torch.cuda.is_available():
+        return ()
+    found = f"(load {load:.0f} on {cores} core{'s'[: cores > 1]})"
+    if cluster_file().is_file():
+        return (f"the machine is busy {found}: a step may take longer than forecast",)
+    return (f"the machine was busy when it was looked at {found}: times are unreliable",)
+
+
 def probe() -> Cluster:
     """A tenth of a second of matrix products and copies on one thread; one device a core."""
     cores = psutil.cpu_count(logical=False) or 1

@@ -6,10 +6,10 @@ own: closed forms (`grids`) rank them, and the best few are traced where they ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from fourfold.hardware import Cluster
 from fourfold.hardware.cluster import GIB
@@ -23,6 +23,8 @@ from fourfold.planner.squares import Square, sent, squares
 from fourfold.planner.subject import Subject
 from fourfold.planner.tolls import AXES, Factors, Job
 from fourfold.planner.traces import Traces
+
+T = TypeVar("T")
 
 MOST_MICROBATCHES = 16
 
@@ -93,14 +95,28 @@ def search(
     return list(look(traces, cluster, world=world, precisions=precisions).forecasts)
 
 
+def silent(text: str) -> None:
+    """Nobody wants to know how far a search has come."""
+
+
 def look(
-    traces: Traces, cluster: Cluster, *, world: int | None = None, precisions: Sequence[str] | None = None
+    traces: Traces,
+    cluster: Cluster,
+    *,
+    world: int | None = None,
+    precisions: Sequence[str] | None = None,
+    tell: Callable[[str], None] = silent,
 ) -> Found:
-    """The same, with what was estimated alone."""
+    """The same, with what was estimated alone.
+
+    Args:
+        tell: is told which plan of how many is being forecast.
+    """
     world = world or cluster.world
     precisions = precisions or (("fp32",) if cluster.is_cpu else ("fp32", "bf16"))
     rows = traces.subject.rows
-    found = [forecast(traces, cluster, plan) for plan in candidates(world, rows, precisions=precisions)]
+    plans = list(candidates(world, rows, precisions=precisions))
+    found = [forecast(traces, cluster, plan) for plan in _counted("plan", plans, tell)]
     likeness = network(traces)
     if world == 1 or likeness is None:
         problems = traces.anatomy.problems or ("it has no blocks of linears that could be cut",)
@@ -109,7 +125,7 @@ def look(
     ranked = rank_grids(likeness, cluster, world, jobs=jobs(world, rows, precisions))
     refused: dict[Factors, str] = {}
     traced: set[Factors] = set()
-    for one in _promising(ranked, any(plain.fits for plain in found)):
+    for one in _counted("grid", _promising(ranked, any(plain.fits for plain in found)), tell):
         try:
             found += _forecasts(traces, cluster, one)
             traced.add(one.grid)
@@ -117,6 +133,7 @@ def look(
             refused[one.grid] = str(error)
     left_out: list[str] = []
     for square, reason in _squares(likeness, ranked, any(one.fits for one in found)):
+        tell(f"grid {square}")
         try:
             found += [] if reason else _forecasts_of_square(traces, cluster, square, ranked)
         except ForecastError as error:
@@ -126,6 +143,13 @@ def look(
     found = [*_in_chunks(traces, cluster, found[0]), *found]
     untraced = [replace(one, bound=refused.get(one.grid, one.bound)) for one in ranked if one.grid not in traced]
     return Found(tuple(found), tuple(_estimates(untraced, ranked, found[0])), tuple(left_out))
+
+
+def _counted(what: str, items: Sequence[T], tell: Callable[[str], None]) -> Iterator[T]:
+    """The items, each told before it is given: what it is, and which of how many."""
+    for number, one in enumerate(items, 1):
+        tell(f"{what} {number} of {len(items)}, {one.grid if isinstance(one, Ranked) else one}")
+        yield one
 
 
 def _estimates(untraced: Sequence[Ranked], ranked: Sequence[Ranked], best: Forecast) -> Iterator[Estimate]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import psutil
@@ -11,7 +12,7 @@ from fourfold.config import Config
 from fourfold.hardware import Cluster
 from fourfold.ledger import Ledger
 from fourfold.plan import Plan
-from fourfold.planner import Forecast, ForecastError, TraceError, here
+from fourfold.planner import Forecast, ForecastError, RefusedError, TraceError, here, loaded, silent
 from fourfold.planner import plan as forecasts
 from fourfold.training.subject import subject
 
@@ -32,23 +33,26 @@ class Choice:
     forecast: Ledger | None = None
 
 
-def choose(config: Config, workers: int | None = None) -> Choice:
+def choose(config: Config, workers: int | None = None, tell: Callable[[str], None] = silent) -> Choice:
     """The plan of a run.
 
     Args:
         config: `plan` and `launch.workers` decide.
         workers: how many there are already (torchrun started them); None: as many as are wanted.
+        tell: is told which plan is being forecast.
 
     Raises:
         ChoiceError: the plan needs another number of workers than there are, or no plan fits.
         PlanError: the plan itself cannot be.
+        RefusedError: the plan cannot be laid on this model and batch.
     """
+    busy = loaded() if config.hardware == "here" else ()  # before forecasts make it so
     plan = given(config, workers)
     if plan is not None:
         found = _given(config, plan)
     else:
-        found = _planned(config, workers or config.launch.workers or default_workers())
-    return replace(found, why=(*found.why, *crowded(found.plan.world, config.launch.threads)))
+        found = _planned(config, workers or config.launch.workers or default_workers(), tell)
+    return replace(found, why=(*busy, *found.why, *crowded(found.plan.world, config.launch.threads)))
 
 
 def given(config: Config, workers: int | None = None) -> Plan | None:
@@ -96,18 +100,24 @@ def crowded(workers: int, threads: int) -> tuple[str, ...]:
 
 
 def _given(config: Config, plan: Plan) -> Choice:
-    """A plan that was asked for, with its forecast; one that does not fit is run all the same, and that is said."""
+    """A plan that was asked for, with its forecast; one that does not fit is run all the same, and that is said.
+
+    Raises:
+        RefusedError: the model or the batch cannot be cut so: its ranks would only find the same.
+    """
     try:
         forecast = forecasts(subject(config), _cluster(config, plan.world), plan).forecasts[0]
+    except RefusedError:
+        raise
     except (TraceError, ForecastError) as error:
         return Choice(plan, (f"plan: {plan} (given)", f"no forecast: {error}"))
     bound = (f"forecast: this plan does not fit: {forecast.bound}",) if forecast.bound else ()
     return Choice(plan, (f"plan: {plan} (given)", _figures(forecast), *bound), _noted(forecast))
 
 
-def _planned(config: Config, workers: int) -> Choice:
+def _planned(config: Config, workers: int, tell: Callable[[str], None]) -> Choice:
     """Ask the planner for the fastest plan that fits."""
-    outlook = forecasts(subject(config), _cluster(config, workers), world=workers)
+    outlook = forecasts(subject(config), _cluster(config, workers), world=workers, tell=tell)
     many = f"{workers} worker{'s'[: workers > 1]}"
     fitting = [one for one in outlook.forecasts if one.fits]
     if not fitting:

@@ -49,8 +49,8 @@ def train(loaded: Loaded) -> TrainOutcome:
         return _joined(config)
     folder.check(config)
     data = _data(config)
-    with busy("looking at plans"):
-        choice = choose(config)
+    with busy("looking at plans") as tell:
+        choice = choose(config, tell=tell)
     with ExitStack() as held:
         place = _begin(config, choice, data, held)
         return _trained(place, choice)

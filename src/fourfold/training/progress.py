@@ -112,20 +112,25 @@ def say(lines: Iterable[str], console: Console | None = None) -> None:
 
 
 @contextmanager
-def busy(what: str, console: Console | None = None) -> Iterator[None]:
-    """Say on a terminal what is waited for, and take it away again.
+def busy(what: str, console: Console | None = None) -> Iterator[Callable[[str], None]]:
+    """Say on a terminal what is waited for, and take it away again. Gives a function that says how far it has come.
 
-    Nothing is drawn meanwhile: forecasts run in forked processes, and a thread that draws must not be in them.
+    Nothing is drawn in between: forecasts run in forked processes, and a thread that draws must not be in them.
     """
     console = console or Console(highlight=False)
     if not console.is_terminal:
-        yield
+        yield lambda text: None
         return
-    console.print(Text(f"{what} …", style="dim"), end="\r")
+    width = console.width - 1  # a full line would begin another one
+
+    def tell(text: str) -> None:
+        console.print(Text(f"{what}{text} …"[:width].ljust(width), style="dim"), end="\r")
+
+    tell("")
     try:
-        yield
+        yield lambda text: tell(f": {text}")
     finally:
-        console.print(" " * (len(what) + 2), end="\r")
+        console.print(" " * width, end="\r")
 
 
 class TimeLeft:
@@ -151,7 +156,7 @@ def measures(record: Record) -> str:
     if record.get("mfu") is not None:
         parts.append(f"MFU {record['mfu']:.0%}")
     if "memory" in record:
-        parts.append(f"{record['memory'] / 2**20:,.0f} MiB")
+        parts.append(f"process {record['memory'] / 2**20:,.0f} MiB")
     return "  ".join(parts)
 
 

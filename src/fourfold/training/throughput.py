@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from fourfold.placement.precision import Precision
-from fourfold.torch_private import dispatch_mode
+from fourfold.torch_private import dispatch_mode, fake_mode
 from fourfold.training.step import Loss
 
 SIZES = {"cpu": (512, 1024), "cuda": (8192,)}
@@ -43,16 +43,18 @@ class Throughput:
 
 
 def flops_of(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor]) -> int:
-    """FLOPs of forward and backward on `batch`, counted on the meta device: products and convolutions, 2 a
-    multiply-add. Attention counts the whole square, causal or not.
+    """FLOPs of forward and backward on `batch`, counted without values: products and convolutions, 2 a multiply-add.
+    Attention counts the whole square, causal or not.
+
+    Tensors are fake ones: models of transformers ask whether they are, and then look at no values of theirs.
 
     Args:
         model: on the meta device; its gradients are dropped again.
         loss: as everywhere.
         batch: one row is enough, the count is linear in rows.
     """
-    inputs = {name: torch.empty_like(tensor, device="meta") for name, tensor in batch.items()}
-    with _Flops() as counter:
+    with fake_mode(), _Flops() as counter:
+        inputs = {name: torch.empty_like(tensor, device="meta") for name, tensor in batch.items()}
         total, _ = loss(model, inputs)
         total.backward()
     for parameter in model.parameters():

@@ -133,7 +133,10 @@ def _throughput(config: Config, plan: Plan, model: nn.Module, world: World) -> t
         flops = flops_of(model, subject.loss(config), subject.example(config)) * config.train.batch
     except Exception as error:  # some models cannot be run without values; a gauge must not end training
         flops = estimated_flops(model, config.train.batch * config.data.sequence)
-        note = f"MFU by 6 FLOPs a parameter and token: they cannot be counted here ({type(error).__name__})"
+        note = (
+            "MFU takes 6 FLOPs a parameter and token: this model's step looks at values, so that it cannot be "
+            f"counted without them ({type(error).__name__}); training is not touched by that"
+        )
     return Throughput(flops, peak, world.size), note
 
 

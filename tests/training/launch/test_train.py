@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from fourfold.config import Config, Loaded, load, resolved
+from fourfold.planner import RefusedError
 from fourfold.training import checkpoint, launch
 from fourfold.training.choice import ChoiceError
 from fourfold.training.data import CorpusError, synthetic
@@ -164,6 +165,16 @@ def test_what_can_be_checked_before_the_launch_is_checked_there(tmp_path, tokens
     empty = {"name": "text", "files": [str(tmp_path / "*.txt")]}
     with pytest.raises(CorpusError, match="matches no file"):
         train(loaded(tmp_path, tokens, data=empty, model={"context": 128}))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_grid_that_cannot_be_starts_nothing(tmp_path, tokens):
+    """The forecast knows; no folder is made, and no rank started to find the same. Three for two heads: 1 is left."""
+    with pytest.raises(
+        RefusedError,
+        match=r"^plan\.placement\.tensor: .* 2 heads over y = 3 .*; nearest grids of 3 that fit: x 3 y 1 z 1 data 1",
+    ):
+        train(loaded(tmp_path, tokens, plan={"placement": {"tensor": {"algorithm": "4d", "y": 3}}}))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -4,13 +4,13 @@ import io
 
 from rich.console import Console
 
-from fourfold.training.progress import Bar, Plain, TimeLeft, measures, screen, words
+from fourfold.training.progress import Bar, Plain, TimeLeft, busy, measures, screen, words
 
 STEP = {"kind": "step", "loss": 2.34567, "tokens_per_second": 12345.6, "mfu": 0.5123, "memory": 300 * 2**20}
 
 
 def test_the_measures_of_a_step_on_one_line():
-    assert measures(STEP) == "loss 2.3457  12,346 tokens/s  MFU 51%  300 MiB"
+    assert measures(STEP) == "loss 2.3457  12,346 tokens/s  MFU 51%  process 300 MiB"
     assert measures({"loss": 1.0, "mfu": None}) == "loss 1.0000"
 
 
@@ -24,6 +24,29 @@ def test_plain_lines_are_few_and_hold_the_first_and_the_last():
     assert lines[-1].startswith("step 100/100  loss")
     assert " left" in lines[5]
     assert " left" not in lines[-1]
+
+
+def test_what_is_waited_for_is_told_on_one_line_of_a_terminal_and_taken_away():
+    out = io.StringIO()
+    with busy("looking at plans", Console(file=out, force_terminal=True, color_system=None, width=40)) as tell:
+        tell("plan 2 of 3, data 2")
+        tell("plan 3 of 3, a name that is longer than what is left")
+    lines = out.getvalue().split("\r")
+    assert [line.rstrip() for line in lines] == [
+        "looking at plans …",
+        "looking at plans: plan 2 of 3, data 2 …",
+        "looking at plans: plan 3 of 3, a name t",
+        "",
+        "",
+    ]
+    assert {len(line) for line in lines[:-1]} == {39}
+
+
+def test_what_is_waited_for_is_not_told_on_a_pipe():
+    out = io.StringIO()
+    with busy("looking at plans", Console(file=out)) as tell:
+        tell("plan 2 of 3")
+    assert out.getvalue() == ""
 
 
 def test_other_records_are_told_in_words():

@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch.overrides import TorchFunctionMode
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fourfold.models import gpt
 from fourfold.training.losses import cross_entropy
@@ -19,6 +20,26 @@ def test_flops_of_a_gpt_are_the_formula():
     forward = 2 * time * (layers * (24 * width**2 + 4 * time * width) + 2 * width * vocabulary)
     assert flops_of(model, cross_entropy, batch) == 3 * forward
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_flops_of_a_stock_model_that_looks_at_values_are_the_formula():
+    """A Llama looks for packed sequences in its positions: there are no values of meta tensors to look at."""
+    layers, width, inner, time, vocabulary = 2, 32, 48, 16, 50
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    batch = {"tokens": torch.zeros(2, time + 1, dtype=torch.int64)}
+    # q and out w^2, k and v half of it, three w * inner; attention over all pairs
+    block = 2 * (3 * width**2 + 3 * width * inner) + 4 * time * width
+    assert flops_of(model, cross_entropy, batch) == 3 * 2 * time * (layers * block + 2 * width * vocabulary)
+    assert all(weight.grad is None and weight.is_meta for weight in model.parameters())
 
 
 def test_counting_is_not_seen_by_models_on_other_threads():
