@@ -33,12 +33,12 @@ HARMLESS = frozenset(
 be the same for a part as for the whole."""
 
 SIZES = frozenset(
-    "__getitem__ broadcast_to cat chunk empty empty_like expand expand_as full_like movedim narrow new_empty new_ones "
-    "new_zeros ones ones_like permute repeat repeat_interleave select size split split_with_sizes squeeze stack stride "
-    "swapaxes t tensor_split transpose unbind unsqueeze zeros zeros_like".split()
+    "broadcast_to empty empty_like expand expand_as full_like movedim new_empty new_ones new_zeros ones ones_like permute "
+    "size squeeze stride swapaxes t transpose unsqueeze zeros zeros_like".split()
 )
-"""Functions whose numbers are sizes and dims, which show in the shapes of their results. A `view` is not among them:
-what it folds into time may have the size of a part of something else."""
+"""Functions whose numbers are sizes and dims, which show in the shapes of their results. What picks, repeats or joins
+entries is not among them (the first of a part are not the first of the whole), nor is a `view`: what it folds into time
+may have the size of a part of something else."""
 
 DRAWS = frozenset(
     "bernoulli bernoulli_ exponential_ multinomial normal normal_ poisson rand rand_like randint_like randn randn_like "
