@@ -219,6 +219,20 @@ class Stage:
         return meta if fakes is None else torch_private.fake_cpu(fakes, meta)
 
 
+def refuse_draws(anatomy: Anatomy) -> None:
+    """Copies of an activation must stay equal, and torch's generators of two ranks are not.
+
+    Raises:
+        PlacementError: names the first module and function that draw from them.
+    """
+    for module, function in anatomy.random_calls:
+        raise PlacementError(
+            f"{module or 'the model'}: {function} draws from torch's own generator, where ranks of x and y must all "
+            "draw the same: use dropout (torch.nn.Dropout, torch.nn.functional.dropout), which fourfold draws alike "
+            "everywhere, switch it off, or leave out plan.placement.tensor"
+        )
+
+
 def compare(
     whole: Run, local: Run, dealing: Dealing, coordinates: Mapping[str, int], gathered: Collection[str]
 ) -> None:
