@@ -180,6 +180,8 @@ class Stage:
 
     def entered(self) -> Any:
         """The mode that the rehearsal runs in."""
+        if self.kind == "meta":
+            return _OnMeta()
         return self._fakes or nullcontext()  # type: ignore[attr-defined]
 
     @classmethod
@@ -231,6 +233,21 @@ def refuse_draws(anatomy: Anatomy) -> None:
             "draw the same: use dropout (torch.nn.Dropout, torch.nn.functional.dropout), which fourfold draws alike "
             "everywhere, switch it off, or leave out plan.placement.tensor"
         )
+
+
+class _OnMeta(TorchFunctionMode):
+    """What code makes on the default device joins what is on meta: forward, a lookup takes both, but not backward."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
+        if len({tensor.is_meta for tensor in tensors}) > 1:
+            args, kwargs = torch_private.map_leaves(_to_meta, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _to_meta(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, Tensor) and value.dim() else value
 
 
 def compare(
