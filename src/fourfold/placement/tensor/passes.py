@@ -66,7 +66,8 @@ def _forward(x: Tensor, weights: list[Tensor], biases: list[Tensor | None], *opt
             out = rows.scattered(partial, contract, later, call.kind).wait()
         else:
             out = rows.multiply_scatter(shard, width, multiply, contract, later, call.kind, call.chunks)
-    return out.view(*x.shape[:-1], width) if lines is None else lines.tensor(out), kept
+    found = out.view(*x.shape[:-1], width) if lines is None else lines.tensor(out)
+    return found.data, kept  # no view of `out`: autograd would forbid code to change it in place
 
 
 def _forward_shapes(

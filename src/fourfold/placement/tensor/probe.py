@@ -33,12 +33,12 @@ HARMLESS = frozenset(
 be the same for a part as for the whole."""
 
 SIZES = frozenset(
-    "__getitem__ broadcast_to cat chunk empty empty_like expand expand_as full_like movedim narrow new_empty new_ones "
-    "new_zeros ones ones_like permute repeat repeat_interleave select size split split_with_sizes squeeze stack stride "
-    "swapaxes t tensor_split transpose unbind unsqueeze zeros zeros_like".split()
+    "broadcast_to empty empty_like expand expand_as full_like movedim new_empty new_ones new_zeros ones ones_like permute "
+    "size squeeze stride swapaxes t transpose unsqueeze zeros zeros_like".split()
 )
-"""Functions whose numbers are sizes and dims, which show in the shapes of their results. A `view` is not among them:
-what it folds into time may have the size of a part of something else."""
+"""Functions whose numbers are sizes and dims, which show in the shapes of their results. What picks, repeats or joins
+entries is not among them (the first of a part are not the first of the whole), nor is a `view`: what it folds into time
+may have the size of a part of something else."""
 
 DRAWS = frozenset(
     "bernoulli bernoulli_ exponential_ multinomial normal normal_ poisson rand rand_like randint_like randn randn_like "
@@ -106,8 +106,14 @@ def agrees(whole: Call, local: Call, pairs: Mapping[tuple[int, int], list[list[i
         return False
     if len(whole.tensors) != len(local.tensors) or sum(_numel(like.shape) for like in whole.tensors) > LARGEST:
         return len(whole.tensors) == len(local.tensors)
-    given = [_drawn(like, seed) for seed, like in enumerate(whole.tensors)]
-    expected = _outcome(whole, [tensor.clone() for tensor in given])
+    if any(len(one.shape) != len(other.shape) for one, other in zip(whole.tensors, local.tensors, strict=True)):
+        return False
+    given = [_drawn(like, seed, 2) for seed, like in enumerate(whole.tensors)]
+    try:
+        expected = _outcome(whole, [tensor.clone() for tensor in given])
+    except IndexError:  # integers that choose from a single entry
+        given = [_drawn(like, seed, 1) for seed, like in enumerate(whole.tensors)]
+        expected = _outcome(whole, [tensor.clone() for tensor in given])
     return any(_alike(local, given, expected, places) for places in _ways(whole, local, expected, pairs))
 
 
@@ -115,10 +121,13 @@ def _numel(shape: Shape) -> int:
     return torch.Size(shape).numel()
 
 
-def _drawn(like: Like, seed: int) -> Tensor:
+def _drawn(like: Like, seed: int, most: int) -> Tensor:
+    """Random numbers; integers from 0 up to `most`, without it."""
     generator = torch.Generator().manual_seed(seed)
-    if like.dtype == torch.bool or not (like.dtype.is_floating_point or like.dtype.is_complex):
-        return torch.randint(2, like.shape, generator=generator).to(like.dtype)
+    if like.dtype == torch.bool:
+        return torch.randint(2, like.shape, generator=generator).bool()
+    if not (like.dtype.is_floating_point or like.dtype.is_complex):
+        return torch.randint(most, like.shape, generator=generator).to(like.dtype)
     wide = torch.complex128 if like.dtype.is_complex else torch.float64
     return torch.randn(like.shape, generator=generator, dtype=wide)
 

@@ -14,6 +14,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from fourfold.anatomy.rehearsal import Rehearsal, sites
 from fourfold.anatomy.twin import twin
 from fourfold.placement.refusals import PlacementError
 from fourfold.placement.tensor.dealing import Dealing
+from fourfold.placement.tensor.executor import Executor
 from fourfold.placement.tensor.probe import Call, agrees, suspicious
 from fourfold.torch_private import leaves
 
@@ -42,13 +44,18 @@ class Made(NamedTuple):
     shapes: tuple[Shape, ...]
     call: Call
 
+    @property
+    def computes(self) -> bool:
+        """It does more than to arrange entries, or to say something of a tensor."""
+        return self.function not in ARRANGING and (bool(self.shapes) or self.function == "__setitem__")
+
 
 @dataclass
 class Run:
     """What one forward came to.
 
     Attributes:
-        made: every function called outside of the modules that executors take over.
+        made: every function that the model's code calls outside of the modules that executors take over.
         inside: those called inside of them, by name, in order, by module.
         times: module → how often it was called.
         draws: dropout site → shape of what is dropped from.
@@ -69,10 +76,34 @@ class Run:
     error: Exception | None = None
 
 
+class _Executors:
+    """Whether code of an executor runs just now, and not the model's own. The model is a twin that is run once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.running = False
+        for module in model.modules():
+            executor = getattr(module.forward, "__self__", None)
+            while isinstance(executor, Executor):
+                beneath = executor.inner
+                executor.on_blocks = self._while(True, executor.on_blocks)  # pyright: ignore[reportAttributeAccessIssue]
+                executor.inner = self._while(False, beneath)
+                executor = getattr(beneath, "__self__", None)
+
+    def _while(self, running: bool, function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            before, self.running = self.running, running
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.running = before
+
+        return called
+
+
 class _Shapes(TorchFunctionMode):
-    def __init__(self, calls: Calls, opaque: frozenset[str], run: Run) -> None:
+    def __init__(self, calls: Calls, opaque: frozenset[str], run: Run, executors: _Executors) -> None:
         super().__init__()
-        self.calls, self.opaque, self.run = calls, opaque, run
+        self.calls, self.opaque, self.run, self.executors = calls, opaque, run, executors
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         inside, name = self.calls.inside, getattr(func, "__name__", str(func))
@@ -85,7 +116,7 @@ class _Shapes(TorchFunctionMode):
         opaque = next((path for path in self.opaque if inside == path or inside.startswith(f"{path}.")), None)
         if opaque is not None:
             self.run.inside.setdefault(opaque, []).append(name)
-        elif any(isinstance(value, Tensor) for value in leaves((args, result))):
+        elif not self.executors.running and any(isinstance(value, Tensor) for value in leaves((args, result))):
             shapes = tuple(tuple(value.shape) for value in leaves(result) if isinstance(value, Tensor))
             self.run.made.append(Made(inside, name, shapes, call))
         return result
@@ -111,7 +142,7 @@ def run(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], anatomy: Anat
             module = model.get_submodule(path)
             stack.callback(module.register_forward_pre_hook(partial(give, path), with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(partial(get, path)).remove)
-        for mode in (calls.watching(model), _Shapes(calls, opaque, found), rehearsal):
+        for mode in (calls.watching(model), _Shapes(calls, opaque, found, _Executors(model)), rehearsal):
             stack.enter_context(mode)
         try:
             loss(model, dict(batch))
@@ -149,6 +180,8 @@ class Stage:
 
     def entered(self) -> Any:
         """The mode that the rehearsal runs in."""
+        if self.kind == "meta":
+            return _OnMeta()
         return self._fakes or nullcontext()  # type: ignore[attr-defined]
 
     @classmethod
@@ -188,6 +221,35 @@ class Stage:
         return meta if fakes is None else torch_private.fake_cpu(fakes, meta)
 
 
+def refuse_draws(anatomy: Anatomy) -> None:
+    """Copies of an activation must stay equal, and torch's generators of two ranks are not.
+
+    Raises:
+        PlacementError: names the first module and function that draw from them.
+    """
+    for module, function in anatomy.random_calls:
+        raise PlacementError(
+            f"{module or 'the model'}: {function} draws from torch's own generator, where ranks of x and y must all "
+            "draw the same: use dropout (torch.nn.Dropout, torch.nn.functional.dropout), which fourfold draws alike "
+            "everywhere, switch it off, or leave out plan.placement.tensor"
+        )
+
+
+class _OnMeta(TorchFunctionMode):
+    """What code makes on the default device joins what is on meta: forward, a lookup takes both, but not backward."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
+        if len({tensor.is_meta for tensor in tensors}) > 1:
+            args, kwargs = torch_private.map_leaves(_to_meta, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _to_meta(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, Tensor) and value.dim() else value
+
+
 def compare(
     whole: Run, local: Run, dealing: Dealing, coordinates: Mapping[str, int], gathered: Collection[str]
 ) -> None:
@@ -207,6 +269,8 @@ def compare(
     _compare_gathered(whole, local, gathered)
     ways = dealing.ways(coordinates)
     tried: set[str] = set()
+    if local.error is None:
+        _compare_calls(whole, local)
     for one, other in _matched(whole, local):
         if not _fits(one.shapes, other.shapes, ways):
             raise PlacementError(
@@ -247,6 +311,30 @@ def _compare_gathered(whole: Run, local: Run, gathered: Collection[str]) -> None
                 raise PlacementError(
                     f"{path}: must run on whole features, and is given {list(other)} of {list(one)}: expected features "
                     f"in the last dim, as linears have them; {_REMEDY}"
+                )
+
+
+ARRANGING = frozenset(
+    "__getitem__ contiguous expand expand_as flatten permute repeat repeat_interleave reshape select squeeze transpose "
+    "unflatten unsqueeze view view_as".split()
+)
+"""What code may leave out where there is nothing to arrange: a single key-value head need not be repeated."""
+
+
+def _compare_calls(whole: Run, local: Run) -> None:
+    """What computes runs in both, in the same order: nothing hangs on how many heads or features there are.
+
+    Raises:
+        PlacementError: names the first function that only one of them calls.
+    """
+    for module in dict.fromkeys(made.module for made in (*whole.made, *local.made)):
+        ours, theirs = ([made for made in run.made if made.module == module and made.computes] for run in (whole, local))
+        for one, other in zip_longest(ours, theirs):
+            if one is None or other is None or one.function != other.function:
+                calls = [f"calls {made.function}" if made else "is done" for made in (one, other)]
+                raise PlacementError(
+                    f"{module or 'the model'}: {calls[0]} in the whole model, where on a part of its heads or features "
+                    f"it {calls[1]}: its code asks how many there are. Let it do the same for any number; {_REMEDY}"
                 )
 
 

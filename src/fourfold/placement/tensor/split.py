@@ -227,8 +227,9 @@ class Split:
 
 
 def _widths(whole: rehearsal.Run, path: str) -> tuple[int, int]:
-    """Features of the first floating tensor that a module is given, and of the first that it gives."""
-    return whole.given[path][0][-1], whole.gave[path][0][-1]
+    """Features of the first floating tensor that a module is given, and of the first that it gives; 0 without one."""
+    given, made = ([shape for shape in run.get(path, []) if shape] for run in (whole.given, whole.gave))
+    return (given[0][-1] if given else 0), (made[0][-1] if made else 0)
 
 
 def _summing(axis: Axis) -> Callable[[Tensor], Tensor]:
@@ -268,6 +269,7 @@ def divide(model: nn.Module, anatomy: Anatomy, mesh: Mesh, grid: Grid, tuning: T
                 "the table or at all lookups; set them to None and False, or leave out plan.placement.tensor"
             )
     refuse_holders(model, anatomy)
+    rehearsal.refuse_draws(anatomy)
     way, tuning = way_of(grid), tuning or Tuning()
     if tuning.chunks > 1 and way.untiled:
         raise PlacementError(f"plan.placement.chunks: expected 1, found {tuning.chunks}: {way.untiled}; leave it out")

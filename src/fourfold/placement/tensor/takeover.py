@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 
 from fourfold.anatomy import Anatomy, own_names
+from fourfold.placement.cut import Share
+from fourfold.placement.refusals import PlacementError
 from fourfold.placement.tensor.between import Between
 from fourfold.placement.tensor.dealing import Dealing, experts_of, features_of
 from fourfold.placement.tensor.executor import Switch
@@ -147,10 +149,24 @@ class Takeover:
                 if isinstance(module, nn.GroupNorm):
                     GroupExecutor(self.switch, module)
                 continue
-            first = next(module.parameters(recurse=False))
-            share = self.dealing.cuts[names[id(first)]].shares[-1]
-            assert share is not None
+            share = self._normalised(path, module, norm.axis, names)
             NormExecutor(self.switch, module, path, self.mesh[norm.axis], extents(share))
+
+    def _normalised(self, path: str, module: nn.Module, axis: str, names: Mapping[int, str]) -> Share:
+        """How the features are dealt that a norm spans: as its weight is; without one, as those of so many are."""
+        first = next(module.parameters(recurse=False), None)
+        share = None if first is None else self.dealing.cuts[names[id(first)]].shares[-1]
+        if share is not None:
+            return share
+        shape = getattr(module, "normalized_shape", None)
+        known = self.dealing.known.get((axis, shape[-1]), []) if shape else []
+        if len(known) != 1:
+            raise PlacementError(
+                f"{path}: {type(module).__name__} normalises across features that are split over {axis} and has no "
+                "weight that says how they are dealt: expected nn.LayerNorm or nn.RMSNorm of features that are dealt "
+                f"in one way; give it a weight, or leave out plan.placement.tensor.{axis}"
+            )
+        return known[0]
 
     def _sums(self, path: str) -> Iterator[tuple[int, Sum]]:
         """By place among the floating outputs of a module that runs whole, what of their gradients is summed."""
