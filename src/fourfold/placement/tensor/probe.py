@@ -33,8 +33,8 @@ HARMLESS = frozenset(
 be the same for a part as for the whole."""
 
 SIZES = frozenset(
-    "broadcast_to empty empty_like expand expand_as full_like movedim new_empty new_ones new_zeros ones ones_like permute "
-    "size squeeze stride swapaxes t transpose unsqueeze zeros zeros_like".split()
+    "broadcast_to empty empty_like expand expand_as full_like movedim new_empty new_ones new_zeros ones ones_like "
+    "permute size squeeze stride swapaxes t transpose unsqueeze zeros zeros_like".split()
 )
 """Functions whose numbers are sizes and dims, which show in the shapes of their results. What picks, repeats or joins
 entries is not among them (the first of a part are not the first of the whole), nor is a `view`: what it folds into time

@@ -239,11 +239,11 @@ class _OnMeta(TorchFunctionMode):
     """What code makes on the default device joins what is on meta: forward, a lookup takes both, but not backward."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
+        given: tuple[tuple, dict[str, Any]] = args, kwargs or {}
+        tensors = [leaf for leaf in leaves(given) if isinstance(leaf, Tensor) and leaf.dim()]
         if len({tensor.is_meta for tensor in tensors}) > 1:
-            args, kwargs = torch_private.map_leaves(_to_meta, (args, kwargs))
-        return func(*args, **kwargs)
+            given = torch_private.map_leaves(_to_meta, given)
+        return func(*given[0], **given[1])
 
 
 def _to_meta(value: Any) -> Any:
@@ -328,7 +328,9 @@ def _compare_calls(whole: Run, local: Run) -> None:
         PlacementError: names the first function that only one of them calls.
     """
     for module in dict.fromkeys(made.module for made in (*whole.made, *local.made)):
-        ours, theirs = ([made for made in run.made if made.module == module and made.computes] for run in (whole, local))
+        ours, theirs = (
+            [made for made in run.made if made.module == module and made.computes] for run in (whole, local)
+        )
         for one, other in zip_longest(ours, theirs):
             if one is None or other is None or one.function != other.function:
                 calls = [f"calls {made.function}" if made else "is done" for made in (one, other)]
