@@ -109,10 +109,10 @@ def test_4096_devices_of_an_80b_model():
     tokens = m // 16
     block = 8 * e * m * h / (4 * 8 * 16) * (3 * 3 + 7)
     again = e * m * h / (4 * 8 * 16) * (14 * 3 + 4 * 7)  # forward's share of it: qkv and expand over x, the others y
-    norms = 2 * 3 / 4 * tokens * 2 * 4
+    gathered, summed = 3 * tokens * 2 * 4, 2 * 3 / 4 * tokens * 2 * 4  # of a norm, forward and backward
     ends = e * (2 * 7 / 8 * tokens * h / 4 + 2 * 3 / 4 * tokens * v / 8 + 2 * 7 / 8 * tokens * h / 4)
     loss = 2 * 7 / 8 * 2 * tokens * 4
-    expected = 42 * (block + again + 2 * 3 * norms) + 2 * norms + ends + loss
+    expected = 42 * (block + again + 2 * (2 * gathered + summed)) + gathered + summed + ends + loss
     assert found.sent["x"] + found.sent["y"] == pytest.approx(expected, rel=1e-12)
     weights = 12 * h * h / 32 + 7 * h / 8 + 6 * h / 4  # biases of normal ones over y; the others, and norms, over x
     outer = (v / 8 + 2048 + 2) * h / 4

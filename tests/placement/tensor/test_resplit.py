@@ -359,7 +359,7 @@ class Asking(Net):
         self.table = nn.Parameter(torch.zeros(TIME, WIDTH))
 
     def ask(self, branch: Any, x: Tensor) -> Tensor:
-        mask = torch.ones_like(x[..., :1]).cumsum(0).remainder(2)
+        mask = x.new_ones(*x.shape[:-1], 1).cumsum(0).remainder(2)
         number = torch.arange(len(x), device=x.device)
         found = branch.mixer(x, mask=mask, table=self.table, number=number)
         return found["made"] + found["twice"][0][:, None, None]
