@@ -286,6 +286,8 @@ def _deal_vector(
         return
     share = dealing._outputs.get((scope, shape[-1], axis)) or dealing.evenly(shape[-1], axis)
     _settle(dealing, name, Cut(shape, (*(None for _ in shape[1:]), share)))
+    if share.copies > 1:  # each copy of a head has the gradients of its own queries
+        dealing.partial[name] = share
 
 
 def experts_of(anatomy: Anatomy) -> dict[str, list[str]]:
