@@ -91,6 +91,7 @@ def attention(reading: Reading, op: Op) -> None:
         _head(reading, op, ref, lead, heads)
     if len({spread.axis for spread in spreads if spread.axis}) > 1:
         reading.trouble(op, "attention of heads over x and heads over y", spreads)
+    _masked(reading, op, lead, heads)
     if lead.dim is not None and lead.dim <= heads:
         dims = tuple(_marked(lead, dim) for dim in range(len(result.shape) - 1))
         before = frozenset().union(*(spread.made_of for spread in spreads))
@@ -114,6 +115,21 @@ def _head(reading: Reading, op: Op, ref: Ref, lead: Spread, heads: int) -> None:
         reading.crossed(op, spread)
     elif spread.axis is None and lead.axis is not None and not spread.shared:
         reading.trouble(op, f"attention of whole heads and heads over {lead.axis}", [spread, lead])
+
+
+def _masked(reading: Reading, op: Op, lead: Spread, heads: int) -> None:
+    """A mask made of features (a table of biases by distance, say): one of them a head, and over the same axis."""
+    mask = op.argument(3, "attn_mask")
+    spread = reading.spread(mask)
+    if spread is None or spread.dim is None:
+        return
+    reading.in_part(op, spread, lead.axis)
+    at = spread.dim + len(op.results[0].shape) - len(spread.dims)
+    if spread.axis is not None and (spread.axis != lead.axis or at != lead.dim):
+        lies = f"heads over {lead.axis}" if lead.axis and lead.dim is not None and lead.dim <= heads else "whole heads"
+        reading.trouble(op, f"attention of {lies} with a mask whose features lie over {spread.axis}", [spread, lead])
+    elif spread.axis is None and lead.axis is not None and at == lead.dim and not spread.shared:
+        reading.trouble(op, f"attention of heads over {lead.axis} with a mask of whole features", [spread, lead])
 
 
 def product(reading: Reading, op: Op, terms: list[Term], out: str) -> None:

@@ -235,9 +235,10 @@ def _heads(name: str, heads: int, groups: int, axis: str, ranks: int, index: int
         return range(mine.start * each, mine.stop * each)
     copies, rest = divmod(ranks, groups)
     if rest:
+        near = [groups * number for number in (copies, copies + 1) if number <= each]
         raise PlacementError(
             f"{name}: {groups} key-value heads over {axis} = {ranks}: expected at most {groups} ranks, or a multiple "
-            f"of that, each with copies of one head; nearest: {axis} = {groups * copies} or {groups * (copies + 1)}"
+            f"of that, each with copies of one head; nearest: {axis} = {' or '.join(map(str, near))}"
         )
     group, copy = divmod(index, copies)
     mine = deal(each, copies, copy) if each > 1 else range(1)
@@ -286,6 +287,8 @@ def _deal_vector(
         return
     share = dealing._outputs.get((scope, shape[-1], axis)) or dealing.evenly(shape[-1], axis)
     _settle(dealing, name, Cut(shape, (*(None for _ in shape[1:]), share)))
+    if share.copies > 1:  # each copy of a head has the gradients of its own queries
+        dealing.partial[name] = share
 
 
 def experts_of(anatomy: Anatomy) -> dict[str, list[str]]:

@@ -15,13 +15,15 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold import randomness
 from fourfold.anatomy import Anatomy
+from fourfold.anatomy.blocks import Calls
 from fourfold.ledger import Ledger
 from fourfold.placement.refusals import PlacementError
 from fourfold.placement.tensor import rehearsal, resplit, rowwise
 from fourfold.placement.tensor.assembly import Assembly
 from fourfold.placement.tensor.between import Between, way_of
-from fourfold.placement.tensor.dealing import Dealing, deal_weights
+from fourfold.placement.tensor.dealing import Dealing, bias_of, deal_weights
 from fourfold.placement.tensor.layers import refuse_holders, refuse_layers
+from fourfold.placement.tensor.reads import Reads
 from fourfold.placement.tensor.regions import LossScope, RootExecutor
 from fourfold.placement.tensor.rehearsal import Stage
 from fourfold.placement.tensor.takeover import Takeover
@@ -90,7 +92,10 @@ class Split:
             self.rowwise.update(rowwise.find(stage, self.anatomy, self.by_rows))
         with stage.entered():
             twin = stage.twin({})
-            whole = rehearsal.run(twin, stage.loss, stage.inputs(), self.anatomy, opaque)
+            shapes = {name: block.shape for name, block in self.assembly.blocks().items()}
+            calls = Calls()
+            with calls.watching(twin), Reads(twin, shapes, calls, self._of_linears()):
+                whole = rehearsal.run(twin, stage.loss, stage.inputs(), self.anatomy, opaque)
             if whole.error is not None:
                 raise whole.error
             refuse_layers(twin, self.anatomy, whole)
@@ -183,6 +188,12 @@ class Split:
         yield from self.anatomy.whole
         yield from (path for path, norm in self.anatomy.norms.items() if norm.spans)
         yield from (path for path, module in model.named_modules() if isinstance(module, nn.Embedding))
+
+    def _of_linears(self) -> frozenset[str]:
+        """Weights and biases of linears."""
+        linears, names = self.anatomy.linears.items(), self.dealing.names
+        biases = (bias_of(self._stage.model, linear, names) for _, linear in linears)
+        return frozenset([*self.anatomy.linears, *(bias for bias in biases if bias is not None)])
 
     # ---- taking over
 
