@@ -31,6 +31,9 @@ VIEWS = frozenset(
 )
 """They give the same elements again."""
 
+CASTS = frozenset("contiguous detach to type float double half bfloat16 clone".split())
+"""Those that leave every dim where it is."""
+
 CONTRACTIONS = frozenset(
     "linear matmul __matmul__ __rmatmul__ mm bmm addmm einsum embedding layer_norm rms_norm group_norm".split()
 )
@@ -68,11 +71,12 @@ class Reads(TorchFunctionMode):
         tensors = [one for one in leaves(result) if isinstance(one, Tensor)]
         if found is None or not tensors:
             return result
-        name, weight, dims = found
+        name, _, dims = found
         function = getattr(func, "__name__", str(func))
         if function in VIEWS or function == "__get__":
-            for one in tensors:  # a view of a view is not followed by its dims; kept, so that its id stays its own
-                self._cut.setdefault(id(one), (name, one, dims if one.shape == weight.shape else None))
+            left = dims if dims == () or function in CASTS else None  # where its dims go is not followed
+            for one in tensors:  # kept, so that its id stays its own
+                self._cut.setdefault(id(one), (name, one, left))
         elif self._amiss(function, dims, args, kwargs or {}):
             where = self.calls.inside or ("the model" if self.calls.running else "the loss")
             raise PlacementError(
@@ -92,13 +96,15 @@ class Reads(TorchFunctionMode):
                 and not function.startswith("new_")
                 and not function.endswith("_like")
             )
-        if function not in REDUCTIONS or not args or id(args[0]) not in self._cut:
+        first = next(iter(args), None)
+        if function not in REDUCTIONS or not isinstance(first, Tensor) or id(first) not in self._cut:
             return False
-        along = kwargs.get("dim", args[1] if function not in ("norm", "dist") and len(args) > 1 else None)
+        place = 2 if function == "norm" else 1
+        along = kwargs.get("dim", args[place] if len(args) > place else None)
         if along is None or dims == ():
             return True
         if dims is None:  # of a view: the comparison of values tells
             return False
         chosen = along if isinstance(along, tuple | list) else (along,)
-        size = args[0].dim()
+        size = first.dim()
         return any(isinstance(dim, int) and dim % size in dims for dim in chosen)
