@@ -3,7 +3,7 @@
 A rehearsal compares shapes and functions. What it cannot see is a gradient that is of a part and that nobody sums, or
 a choice by values. So, before anything is allocated, the first rank lets the ranks of x and y be threads, gives them
 blocks of weights of its own making, and compares the loss and every gradient with those of the whole model, in float64.
-That costs about two steps of one process on the example; where this is too much, `Split.untried` says so.
+That costs about three steps of one process on the example; where this is too much, `Split.untried` says so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fourfold.placement.tensor.regions import LossScope
 from fourfold.placement.tensor.rehearsal import Loss
 from fourfold.placement.tensor.split import Split
 from fourfold.plan.grid import Grid
-from fourfold.wire import Axis, Mesh, RankFailed, World
+from fourfold.wire import Axis, Mesh, RankFailed, Stalled, World
 from fourfold.wire.threads import launch
 
 MOST_RANKS = 16
@@ -168,7 +168,7 @@ def _hold(
     sizes = _sizes(split)
     try:
         found = launch(math.prod(sizes.values()), _rank, split, whole, loss, batch)
-    except RankFailed as failed:
+    except (RankFailed, Stalled) as failed:
         cause = failed.__cause__
         if isinstance(cause, PlacementError):
             raise cause from failed
