@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ def launch(
     *args: Any,
     timeout: float = 60.0,
     stopping: Callable[[], bool] = lambda: False,
+    in_turn: bool = False,
 ) -> list[Any]:
     """Run `body(world, *args)` on `size` ranks, each a thread, and return the results in rank order.
 
@@ -35,18 +37,22 @@ def launch(
         timeout: how long one rank may keep the others waiting inside a collective (s).
         stopping: whether somebody wishes to stop. The bodies must heed the wish themselves; but once it is there, a
             collective that is stuck fails within seconds and not only after `timeout`.
+        in_turn: one rank runs at a time, until it waits for others: for bodies that share Python state which a process
+            would have to itself.
 
     Raises:
         RankFailed: a rank raised; it names the rank, and its `__cause__` is that rank's exception.
         Stalled: a rank neither returned nor entered a collective after another had failed.
     """
-    room = Room(size, timeout)
+    turn = threading.Lock() if in_turn else None
+    room = Room(size, timeout, turn)
     results: list[Any] = [None] * size
 
     def run(rank: int) -> None:
         world = World(rank, size, "threads", torch.device("cpu"), fabric=ThreadFabric(room, rank))
         try:
-            results[rank] = body(world, *args)
+            with turn or nullcontext():
+                results[rank] = body(world, *args)
         except BaseException as error:  # whatever it is, the others must not wait for this rank
             room.fail(rank, error)
         finally:

@@ -95,6 +95,25 @@ def test_what_is_not_tried_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "more than 2" in placed(gpt(), cross_entropy, TOKENS, y=4)[0][1]
 
 
+def test_a_loss_may_keep_what_it_computes() -> None:
+    """One rank of a trial runs at a time, until it waits: a name outside of the loss is not written by two at once."""
+    model = gpt()
+
+    def body(world: wire.World) -> None:
+        kept = torch.empty(0)  # each outer rank is a process of its own, in earnest
+
+        def keeping(called: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+            nonlocal kept
+            kept = called(batch["tokens"][:, :8]) * 1.0
+            return kept.square().sum(), 1
+
+        plan = {"placement": {"tensor": {"algorithm": "4d", "x": 2, "y": 2}}}
+        run = parallelize(copy.deepcopy(model), keeping, OptimizerOptions(), plan, world=world, example=TOKENS)
+        assert run.placed.split is not None and run.placed.split.untried == ""
+
+    wire.threads.launch(4, body)
+
+
 def test_a_split_model_that_fails_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "_step", _failing(trial._step))
     (words, _), *_ = placed(gpt(), cross_entropy, TOKENS, y=2)

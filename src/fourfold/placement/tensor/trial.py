@@ -167,7 +167,7 @@ def _hold(
     """
     sizes = _sizes(split)
     try:
-        found = launch(math.prod(sizes.values()), _rank, split, whole, loss, batch)
+        found = launch(math.prod(sizes.values()), _rank, split, whole, loss, batch, in_turn=True)
     except (RankFailed, Stalled) as failed:
         cause = failed.__cause__
         if isinstance(cause, PlacementError):

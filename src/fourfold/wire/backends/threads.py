@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -47,8 +48,13 @@ class Room:
     is for letters, and for the launching thread.
     """
 
-    def __init__(self, size: int, timeout: float) -> None:
-        self.size, self.timeout = size, timeout
+    def __init__(self, size: int, timeout: float, turn: threading.Lock | None = None) -> None:
+        """A room for so many ranks.
+
+        Args:
+            turn: held by the one rank that may run; whoever waits for others gives it back meanwhile. None: all run.
+        """
+        self.size, self.timeout, self.turn = size, timeout, turn
         lock = threading.RLock()
         self.changed = threading.Condition(lock)
         self.meetings: dict[Hashable, Meeting] = defaultdict(lambda: Meeting(threading.Condition(lock)))
@@ -130,6 +136,18 @@ class Room:
         if self.hurried is not None and max(began, self.hurried) + HURRY - now < left:
             left, limit = max(began, self.hurried) + HURRY - now, f"{HURRY:g} s, after a signal to stop"
         return left, limit
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around a wait (without the lock of the room): others may run."""
+        if self.turn is None:
+            yield
+            return
+        self.turn.release()
+        try:
+            yield
+        finally:
+            self.turn.acquire()
 
     def check(self) -> None:
         """Raise if another rank has failed."""
@@ -256,8 +274,9 @@ class _Meet:
             return len(room.meetings[self._channel.key, self._slot].posts) == self._channel.size
 
     def wait(self) -> None:
-        members = self._channel.members
-        posts = self._channel.room.meet((self._channel.key, self._slot), members, self._signature)
+        members, room = self._channel.members, self._channel.room
+        with nullcontext() if self.done() else room.aside():
+            posts = room.meet((self._channel.key, self._slot), members, self._signature)
         _agree(members, [post.signature for post in posts])
         self._take(posts)
 
@@ -273,7 +292,7 @@ class _Letter:
     def wait(self) -> None:
         room, sender = self._channel.room, self._channel.members[self._source]
         what = f"receive with tag {self._tag} on rank {self._channel.members[self._channel.index]}"
-        with room.changed:
+        with room.aside(), room.changed:
             room.until(lambda: [] if self._key in room.letters else [sender], what, room.changed)
             box = room.letters[self._key]
             letter = box.popleft()
