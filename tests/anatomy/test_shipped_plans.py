@@ -161,8 +161,8 @@ DIFFERS = {
     "Llama4VisionConfig": f"patch_embedding.linear{ENTRY}. Shipped: vision_adapter.mlp.fc1 colwise and fc2 rowwise; "
     "between the blocks and it a pixel shuffle moves features into time, so ours runs fc1 whole and fc2 as an entry",
     "DogeConfig": "shipped: q, k, v colwise, o_proj rowwise, and dt_proj rowwise, which makes of all values a mask for "
-    "every head, whole on every rank beside heads that are split; ours: such a mask would lie over x and the heads over "
-    "y, so self_attn runs whole",
+    "every head, whole on every rank beside heads that are split; ours: such a mask would lie over x and the heads "
+    "over y, so self_attn runs whole",
     "NeoMMEConfig": "shipped: q, k, v, gate_proj, up_proj colwise, o_proj rowwise; ours: the same two kinds over the "
     "other axis, since one projection stands between the words and the blocks, and so the residual lies over y",
 }
