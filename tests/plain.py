@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +18,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from fourfold import wire
-from fourfold.anatomy import Anatomy, survey
+from fourfold.anatomy import survey
 from fourfold.ledger import Flow, Traffic
 from fourfold.models.gpt import GPT, Config
 from fourfold.plan import Plan
 from fourfold.randomness import Position, at, inside
-from fourfold.training import run as runs
 from fourfold.training.losses.cross_entropy import cross_entropy
 from fourfold.training.optimizer import OptimizerOptions, build_plain
 from fourfold.training.run import Run, parallelize
@@ -142,53 +140,10 @@ def _scope(module: nn.Module, path: str) -> None:
     module.forward = forward
 
 
-class _Surveys(threading.local):
-    """Surveys of the works that this process trains.
-
-    The ranks of a plan, and those of all plans of one work, survey copies of one model: a fifth of what they compute.
-    Whether ranks that are processes agree is for the tests that call `survey` themselves, and for those on gloo.
-    """
-
-    work: Work | None = None
-    taken: dict[tuple[Work, str], Anatomy] = {}
-    one_at_a_time = threading.Lock()
-
-    @contextmanager
-    def of(self, work: Work) -> Iterator[None]:
-        """Inside, this thread trains a copy of the work's model."""
-        self.work = work
-        try:
-            yield
-        finally:
-            self.work = None
-
-    def survey(
-        self, model: nn.Module, loss: Callable[..., Any], batch: Mapping[str, Tensor], **settings: Any
-    ) -> Anatomy:
-        """The survey of an equal model on an equal example with equal settings, or a new one."""
-        if self.work is None:
-            return survey(model, loss, batch, **settings)
-        example = {name: (tensor.shape, tensor.dtype) for name, tensor in batch.items()}
-        key = self.work, str((example, settings))
-        with self.one_at_a_time:
-            if key not in self.taken:
-                self.taken[key] = survey(model, loss, batch, **settings)
-        return self.taken[key]
-
-
-_SURVEYS = _Surveys()
-runs.survey = _SURVEYS.survey
-
-
 def rank(
     world: wire.World, work: Work, plan: Mapping[str, Any], during: Callable[[Run], None] | None = None
 ) -> Outcome:
     """One rank of a plan."""
-    with _SURVEYS.of(work):
-        return _outcome(world, work, plan, during)
-
-
-def _outcome(world: wire.World, work: Work, plan: Mapping[str, Any], during: Callable[[Run], None] | None) -> Outcome:
     run = parallelize(work.fresh(), work.loss, work.options, plan, world=world, seed=1)
     outcome = Outcome()
     for step in range(work.steps):
@@ -219,6 +174,14 @@ def worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
         float((found[name] - tensor).abs().max()) / (scale[name.rpartition(".")[0]] or 1.0)
         for name, tensor in expected.items()
     )
+
+
+def forgive_routing(found: Outcome) -> None:
+    """How many experts a token's router finds hangs on values: messages are cut otherwise, and their sum hardly."""
+    for flow, predicted in found.predicted.items():
+        if flow.axis in ("x", "y"):
+            assert abs(found.measured[flow].bytes - predicted.bytes) <= 1e-3 * predicted.bytes
+            found.measured[flow] = predicted
 
 
 def assert_equal(found: Outcome, expected: Outcome, tolerance: float = 1e-12) -> None:

@@ -91,6 +91,11 @@ class Placed:
         tuned = None if self.split is None else self.split.tuning.kernels
         return [] if tuned is None else tuned.record()
 
+    @property
+    def untried(self) -> str:
+        """Why a model whose features are cut was not tried on numbers, in words; empty if it was, or is not cut."""
+        return "" if self.split is None else self.split.untried
+
     def begin(self) -> None:
         """A new step: gradients are empty."""
         for unit in self.units:

@@ -13,6 +13,10 @@ INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 """The lazy ones become one of these."""
 
 
+NEAREST = "; nearest: "
+"""Begins what a refusal recommends of one axis and one linear alone. Who knows of the whole model says it better."""
+
+
 class PlacementError(ValueError):
     """A model that cannot be placed: names the module or parameter, and what to try."""
 

@@ -13,7 +13,7 @@ from fourfold.ledger import Ledger
 from fourfold.ledger.ledger import MEMORY
 from fourfold.placement.precision import Precision
 from fourfold.placement.reach import reached
-from fourfold.placement.refusals import PlacementError
+from fourfold.placement.refusals import NEAREST, PlacementError
 from fourfold.placement.rows import share
 from fourfold.placement.tensor.between import refuse_rows, way_of
 from fourfold.placement.traffic import Exchange, exchanges
@@ -30,9 +30,6 @@ from fourfold.planner.trace import Settings
 from fourfold.planner.traces import CutError, Traces
 
 GIB = 1024**3
-
-NEAREST = "; nearest: "
-"""Begins what placement recommends of one axis alone."""
 
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
 """A cluster's name of the type that is computed in."""

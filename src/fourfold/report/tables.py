@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fourfold.ledger import Difference, Flow, Ledger, Traffic
-from fourfold.ledger.ledger import MEMORY
+from fourfold.ledger.ledger import MEMORY, Span
 
 RESTING = ("parameters", "optimizer")
 """Categories that a run knows to the byte; the rest of its peak is measured as one number."""
@@ -38,14 +38,13 @@ def split(ledger: Ledger) -> Split | None:
     Exposed communication is the time in which the rank was blocked in a collective. Idle is the time of a step in which
     the schedule ran nothing, where it recorded what it ran; compute is the rest.
     """
-    steps = [span for span in ledger.spans if span.lane == "step"]
+    steps = _steps(ledger)
     if not steps:
         return None
     total = sum(span.end - span.start for span in steps)
     parts: defaultdict[str, float] = defaultdict(float)
-    for span in ledger.spans:
-        if span.lane.startswith("wire:") and any(step.start <= span.end <= step.end for step in steps):
-            parts[f"exposed {span.lane.removeprefix('wire:')}"] += span.args.get("exposed", 0)
+    for axis, span in _collectives(ledger, steps):
+        parts[f"exposed {axis}"] += span.args.get("exposed", 0)
     parts["data"] = sum(span.end - span.start for span in ledger.spans if span.lane == "data")
     ran = sum(span.end - span.start for span in ledger.spans if span.lane == "compute")
     parts["idle"] = max(0, total - ran) if ran else 0
@@ -82,13 +81,12 @@ def hiding(ledgers: Mapping[int, Ledger]) -> list[Hiding]:
     sums: defaultdict[Flow, list[int]] = defaultdict(lambda: [0, 0, 0])
     steps = 0
     for ledger in ledgers.values():
-        recorded = [span for span in ledger.spans if span.lane == "step"]
+        recorded = _steps(ledger)
         steps += len(recorded)
-        for span in ledger.spans:
-            if span.lane.startswith("wire:") and any(step.start <= span.end <= step.end for step in recorded):
-                total = sums[Flow(span.lane.removeprefix("wire:"), span.args.get("kind", ""), span.name)]
-                for place, value in enumerate((1, span.end - span.start, span.args.get("exposed", 0))):
-                    total[place] += value
+        for axis, span in _collectives(ledger, recorded):
+            total = sums[Flow(axis, span.args.get("kind", ""), span.name)]
+            for place, value in enumerate((1, span.end - span.start, span.args.get("exposed", 0))):
+                total[place] += value
     found = [
         Hiding(flow, calls / steps, time / steps / 1e9, exposed / steps / 1e9)
         for flow, (calls, time, exposed) in sums.items()
@@ -168,6 +166,18 @@ def comparison(
     if seconds is not None:
         theirs = replace(theirs, notes={**theirs.notes, "step seconds": seconds})
     return mine - theirs
+
+
+def _steps(ledger: Ledger) -> list[Span]:
+    """The recorded steps."""
+    return [span for span in ledger.spans if span.lane == "step"]
+
+
+def _collectives(ledger: Ledger, steps: Sequence[Span]) -> Iterator[tuple[str, Span]]:
+    """(axis, collective) of everything that ended in one of these steps."""
+    for span in ledger.spans:
+        if span.lane.startswith("wire:") and any(step.start <= span.end <= step.end for step in steps):
+            yield span.lane.removeprefix("wire:"), span
 
 
 def _told(ledger: Ledger) -> bool:

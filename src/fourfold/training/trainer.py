@@ -131,9 +131,8 @@ class Trainer:
         """Train until the last step, or until some rank is asked to stop; then save, and evaluate at the end."""
         steps, every = self.config.train.steps, self.config.train.evaluate_every
         stopped = False
-        split = self.run.placed.split
-        if split is not None and split.untried:
-            text = f"the grid was not tried on numbers: {split.untried}; try a smaller model of the kind"
+        if untried := self.run.placed.untried:
+            text = f"the grid was not tried on numbers: {untried}; try a smaller model of the kind"
             self.recorder.write("note", self.run.number, text=text)
         while self.run.number < steps and not stopped:
             result = self._step()

@@ -21,7 +21,7 @@ from fourfold.placement.tensor.partials import Partials
 from fourfold.training.losses.cross_entropy import summed
 from fourfold.wire import ops
 from fourfold.wire.errors import RankFailed
-from plain import VOCABULARY, Outcome, Work, _lift, assert_equal, disturbed, lift_casts, on_threads, serial
+from plain import VOCABULARY, Work, _lift, assert_equal, disturbed, forgive_routing, lift_casts, on_threads, serial
 
 from .grids import close, draw, part
 
@@ -283,15 +283,8 @@ def test_stock_mixtures_of_experts_equal_one_process(
     one = work(name, way, loss)
     for found in on_threads(one, plan(**tensor)):
         if way == "eager":  # how many experts have tokens hangs on values: messages are cut otherwise
-            _as_predicted_in_bytes(found)
+            forgive_routing(found)
         assert_equal(found, serial(one))
-
-
-def _as_predicted_in_bytes(found: Outcome) -> None:
-    for flow, predicted in found.predicted.items():
-        if flow.axis in ("x", "y"):
-            assert found.measured[flow].bytes == pytest.approx(predicted.bytes, rel=1e-3)
-            found.measured[flow] = predicted
 
 
 def test_what_transformers_does_unless_told_otherwise() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from plain import Outcome, Work, assert_equal, gpt, on_threads, serial, stock_work
+from plain import Outcome, Work, assert_equal, forgive_routing, gpt, on_threads, serial, stock_work
 
 NAMES = ("llama", "qwen3", "mistral", "mixtral", "gpt2", "opt", "bert", "vit")
 GRIDS = ({"x": 2, "y": 2, "z": 2}, {"y": 4}, {"x": 3, "y": 2})
@@ -42,16 +42,8 @@ def _pairs() -> list[Any]:
 def test_stock_models_on_grids_equal_one_process(name: str, tensor: dict[str, int]) -> None:
     for outcome in on_threads(work(name), plan(**tensor)):
         if name == "mixtral":
-            _nearly_predicted(outcome)
+            forgive_routing(outcome)
         assert_equal(outcome, alone(name))
-
-
-def _nearly_predicted(outcome: Outcome) -> None:
-    """How many experts a token's router finds hangs on values: messages are cut otherwise, and their sum hardly."""
-    for flow, traffic in outcome.predicted.items():
-        if flow.axis in ("x", "y"):
-            assert outcome.measured[flow].bytes == pytest.approx(traffic.bytes, rel=1e-3)
-            outcome.measured[flow] = traffic
 
 
 @pytest.mark.parametrize("tensor", ({"x": 2}, {"y": 2}, {"x": 2, "y": 3}), ids=str)

@@ -229,8 +229,9 @@ def refuse_rows(placement: Placement, rows: int, microbatches: int) -> None:
     near = [str(size) for size in (rows // each * each, -(-rows // each) * each) if size]
     first = f"{microbatches} micro-batches, " if microbatches > 1 else ""
     more = " and ".join(f"{axis} = {size}" for axis, size in sizes.items())
+    algorithm = placement.tensor.spelling if placement.tensor else "this grid"
     raise PlacementError(
-        f"plan.placement.tensor: {placement.tensor.name if placement.tensor else 'this grid'} cuts the rows of a batch "
+        f"plan.placement.tensor: {algorithm} cuts the rows of a batch "
         f"over {first}{parts} ranks of z and data, and what each of these has over {more}: expected a multiple of "
         f"{each} rows, found {rows}; nearest batch sizes that fit: {' and '.join(near)}. Take one of them, or "
         "algorithm: 4d"

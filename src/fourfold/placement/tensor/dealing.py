@@ -14,7 +14,7 @@ from torch import nn
 
 from fourfold.anatomy import Anatomy, Linear
 from fourfold.placement.cut import Cut, Share, deal
-from fourfold.placement.refusals import PlacementError
+from fourfold.placement.refusals import NEAREST, PlacementError
 from fourfold.plan.grid import Grid
 
 SMALL_TABLE = 16
@@ -238,7 +238,7 @@ def _heads(name: str, heads: int, groups: int, axis: str, ranks: int, index: int
         near = [groups * number for number in (copies, copies + 1) if number <= each]
         raise PlacementError(
             f"{name}: {groups} key-value heads over {axis} = {ranks}: expected at most {groups} ranks, or a multiple "
-            f"of that, each with copies of one head; nearest: {axis} = {' or '.join(map(str, near))}"
+            f"of that, each with copies of one head{NEAREST}{axis} = {' or '.join(map(str, near))}"
         )
     group, copy = divmod(index, copies)
     mine = deal(each, copies, copy) if each > 1 else range(1)

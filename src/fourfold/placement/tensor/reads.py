@@ -43,16 +43,14 @@ CONTRACTIONS = frozenset(
 class Reads(TorchFunctionMode):
     """Refuses calls that would have to see a whole weight of which ranks hold blocks."""
 
-    def __init__(
-        self, model: nn.Module, blocks: Mapping[str, Shape], calls: Calls, linears: Collection[str] = ()
-    ) -> None:
+    def __init__(self, model: nn.Module, blocks: Mapping[str, Shape], linears: Collection[str], calls: Calls) -> None:
         """Watch a whole model.
 
         Args:
             blocks: shapes that its weights have on a rank, by name.
-            calls: of its modules, while they are watched.
             linears: weights and biases that the model's forward may use in their linears alone, though no rank need
                 hold blocks of them: elsewhere the gradient might be of a part of the features.
+            calls: of its modules, while they are watched.
         """
         super().__init__()
         self.calls = calls

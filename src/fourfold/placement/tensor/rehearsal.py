@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import partial
@@ -122,8 +122,20 @@ class _Shapes(TorchFunctionMode):
         return result
 
 
-def run(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], anatomy: Anatomy, opaque: frozenset[str]) -> Run:
-    """One forward of a twin; shapes are noted outside of the modules `opaque`."""
+def run(
+    model: nn.Module,
+    loss: Loss,
+    batch: Mapping[str, Tensor],
+    anatomy: Anatomy,
+    opaque: frozenset[str],
+    beside: Callable[[Calls], AbstractContextManager[Any]] = nullcontext,
+) -> Run:
+    """One forward of a twin.
+
+    Args:
+        opaque: modules outside of which shapes are noted.
+        beside: a mode of the caller's, which may ask what is being called.
+    """
     found, calls = Run(), Calls()
     rehearsal = Rehearsal(calls)
 
@@ -142,7 +154,7 @@ def run(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], anatomy: Anat
             module = model.get_submodule(path)
             stack.callback(module.register_forward_pre_hook(partial(give, path), with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(partial(get, path)).remove)
-        for mode in (calls.watching(model), _Shapes(calls, opaque, found, _Executors(model)), rehearsal):
+        for mode in (calls.watching(model), beside(calls), _Shapes(calls, opaque, found, _Executors(model)), rehearsal):
             stack.enter_context(mode)
         try:
             loss(model, dict(batch))

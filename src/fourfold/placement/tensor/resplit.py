@@ -211,7 +211,7 @@ class ResplitExecutor(Executor):
         return ops.identity_sum(value, self.both) if value.requires_grad else value
 
 
-class RootExecutor(Executor):
+class RowsExecutor(Executor):
     """The whole model: notes how many rows it is given."""
 
     def __init__(self, switch: Switch, module: nn.Module, rowwise: Rowwise, resplit: Resplit) -> None:

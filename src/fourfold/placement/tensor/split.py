@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold import randomness
 from fourfold.anatomy import Anatomy
-from fourfold.anatomy.blocks import Calls
 from fourfold.ledger import Ledger
 from fourfold.placement.refusals import PlacementError
 from fourfold.placement.tensor import rehearsal, resplit, rowwise
@@ -93,9 +92,8 @@ class Split:
         with stage.entered():
             twin = stage.twin({})
             shapes = {name: block.shape for name, block in self.assembly.blocks().items()}
-            calls = Calls()
-            with calls.watching(twin), Reads(twin, shapes, calls, self._of_linears()):
-                whole = rehearsal.run(twin, stage.loss, stage.inputs(), self.anatomy, opaque)
+            reads = partial(Reads, twin, shapes, self._of_linears())
+            whole = rehearsal.run(twin, stage.loss, stage.inputs(), self.anatomy, opaque, reads)
             if whole.error is not None:
                 raise whole.error
             refuse_layers(twin, self.anatomy, whole)

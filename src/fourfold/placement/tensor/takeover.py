@@ -19,7 +19,7 @@ from fourfold.placement.tensor.heads import Counts, Patch, patches
 from fourfold.placement.tensor.linears import ConvolutionExecutor, LinearExecutor
 from fourfold.placement.tensor.norms import GroupExecutor, NormExecutor
 from fourfold.placement.tensor.regions import Sum, WholeExecutor, extents
-from fourfold.placement.tensor.resplit import Lying, Resplit, ResplitExecutor, RootExecutor
+from fourfold.placement.tensor.resplit import Lying, Resplit, ResplitExecutor, RowsExecutor
 from fourfold.placement.tensor.rowwise import Rowwise
 from fourfold.placement.tensor.tuning import Tuning
 from fourfold.wire import Mesh
@@ -71,7 +71,7 @@ class Takeover:
             elif sums or any(axis.size > 1 for axis in axes):
                 self._attach_whole(model, path, sums)
         if self.rowwise:
-            RootExecutor(self.switch, model, self.rowwise[""], resplit)
+            RowsExecutor(self.switch, model, self.rowwise[""], resplit)
         for patch in self._patches:
             patch.apply(split=True)
 
