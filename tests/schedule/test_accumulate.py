@@ -22,7 +22,7 @@ def test_several_stages_on_one_worker():
 def test_activations_of_one_microbatch_live_at_a_time():
     program = bind(order(Shape(microbatches=5), Options(5)), workers=1)
     timeline = simulate(program, cost)
-    assert timeline.peaks(lambda buffer: int(buffer.kind == "activation")) == {0: 1}
+    assert timeline.peaks(lambda buffer: int(buffer.kind == "stash")) == {0: 1}
     assert timeline.peaks(lambda buffer: int(buffer.kind == "gradient")) == {0: 5}
 
 

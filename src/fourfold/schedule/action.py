@@ -17,6 +17,8 @@ BACKWARD_INPUT, BACKWARD_WEIGHT = "backward input", "backward weight"
 
 ACTIVATION, ACTIVATION_GRADIENT = "activation", "activation-gradient"
 GRADIENT, WEIGHT = "gradient", "weight"
+STASH, DEFERRED = "stash", "deferred"
+"""What a forward keeps for its backward, and what a backward of the input keeps for that of the weight."""
 
 
 class ScheduleError(ValueError):
@@ -27,7 +29,7 @@ class Buffer(NamedTuple):
     """A value of the run.
 
     Attributes:
-        kind: what it is ("activation", "gradient", "weight", ...).
+        kind: what it is: "activation" (what one stage gives the next), "stash" (what a forward keeps), "gradient", ...
         stage: the stage that it belongs to.
         microbatch: the micro-batch, or -1 for what outlives one (weights).
         version: how often the value was replaced: the weights of the step are version 0, the updated ones version 1.

@@ -34,6 +34,23 @@ class Shape:
                 )
 
 
+@dataclass(frozen=True)
+class Microbatches:
+    """What the options of every order have.
+
+    Attributes:
+        microbatches: parts into which the rows of one optimizer step are cut.
+    """
+
+    microbatches: int = 1
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if entry.type == "int" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{entry.name}: expected a whole number of at least 1, found {value!r}")
+
+
 class Order(Protocol):
     """What a schedule's file offers under the name `order`, beside its dataclass `Options`."""
 
