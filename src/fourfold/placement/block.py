@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from fourfold import randomness
+from fourfold.anatomy.nest import tensors
 from fourfold.placement.batch_norm import moved_once
 from fourfold.placement.departures import Departures
 from fourfold.placement.selective import recompute_attention
@@ -178,18 +179,3 @@ class Block(Uncopied):
 
 def _kept(tensor: Tensor) -> tuple[Tensor, int]:
     return tensor, tensor._version
-
-
-def tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists, mappings (a model output is a mapping) and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for entry in value.values():
-            yield from tensors(entry)
-    elif isinstance(value, tuple | list):
-        for entry in value:
-            yield from tensors(entry)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for entry in fields(value):
-            yield from tensors(getattr(value, entry.name))

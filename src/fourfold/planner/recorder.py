@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from fourfold import torch_private
-from fourfold.placement.block import tensors
+from fourfold.anatomy.nest import tensors
 from fourfold.planner.tap import Message
 
 BEFORE, AFTER = -1, 10**9

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold import randomness, torch_private
 from fourfold.anatomy import Anatomy, survey
-from fourfold.placement.block import tensors
+from fourfold.anatomy.nest import tensors
 from fourfold.placement.membership import members
 from fourfold.placement.refusals import PlacementError
 from fourfold.placement.selective import recompute_attention
