@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fourfold.anatomy.blocks import Calls
-from fourfold.anatomy.nest import tensors
+from fourfold.anatomy.nest import replaced, tensors
 from fourfold.anatomy.rehearsal import Rehearsal
 from fourfold.anatomy.ties import own_names
 from fourfold.anatomy.twin import twins
@@ -50,11 +50,15 @@ class Layer:
         path: of the module.
         needs: outputs of earlier layers that it asks for.
         reads: parameters that it reads, and those that the glue before it reads for it; by their own names.
+        result: what it returned, tensors without values in it.
+        draws: how many dropouts it draws, if it is no block (whose dropouts have a scope of their own).
     """
 
     path: str
     needs: frozenset[Value]
     reads: frozenset[str]
+    result: Any = field(compare=False, repr=False, default=None)
+    draws: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class Layers:
     Attributes:
         calls: one entry a call; a module that runs twice is there twice.
         needs, reads: as those of a layer, of what comes after the last one: the loss.
-        looks: glue that looks at values of outputs, one line each: the process that runs it must have them.
+        looks: glue that looks at values of outputs, or changes them in place, one line each: it cannot run again.
     """
 
     calls: tuple[Layer, ...]
@@ -113,10 +117,13 @@ class Flow(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
         super().__init__()
-        self._model, self._blocks = model, blocks
+        self._model, self._blocks = model, frozenset(blocks)
+        self._rehearsal = Rehearsal(Calls())
         self._open: str | None = None
         self._calls: list[str] = []
         self._needs: list[set[Value]] = []
+        self._results: list[Any] = []
+        self._drawn: list[int] = []
         self._reads: list[set[str]] = []
         self._looks: dict[str, None] = {}
         self._origins: dict[int, tuple[frozenset[Value], frozenset[str]]] = {}
@@ -129,11 +136,13 @@ class Flow(TorchFunctionMode):
     def watching(self) -> Iterator[None]:
         """Follow all that happens in this context."""
         calls = Calls()
-        rehearsal = Rehearsal(calls)  # dropouts are noted, not drawn
+        self._rehearsal = rehearsal = Rehearsal(calls)  # dropouts are noted, not drawn
         with ExitStack() as stack:
             for path, module in self._model.named_modules():
                 if self._may_be_layer(path, module):
-                    stack.callback(module.register_forward_pre_hook(partial(self._enter, path), with_kwargs=True).remove)
+                    stack.callback(
+                        module.register_forward_pre_hook(partial(self._enter, path), with_kwargs=True).remove
+                    )
                     stack.callback(module.register_forward_hook(partial(self._leave, path), prepend=True).remove)
             stack.enter_context(calls.watching(self._model))
             stack.enter_context(rehearsal)
@@ -144,8 +153,14 @@ class Flow(TorchFunctionMode):
         """The layers, once the forward and the loss have given `end`."""
         needs, reads = self._origin(end)
         calls = tuple(
-            Layer(path, frozenset(value for value in self._needs[number] if value.layer != number), frozenset(read))
-            for number, (path, read) in enumerate(zip(self._calls, self._reads, strict=True))
+            Layer(
+                path,
+                frozenset(value for value in self._needs[number] if value.layer != number),
+                frozenset(self._reads[number]),
+                self._results[number],
+                0 if path in self._blocks else self._drawn[number],
+            )
+            for number, path in enumerate(self._calls)
         )
         return Layers(calls, needs, reads, tuple(self._looks))
 
@@ -162,12 +177,16 @@ class Flow(TorchFunctionMode):
         if self._open is not None:
             self._mark(result, frozenset({Value(len(self._calls) - 1, INSIDE)}), frozenset())
         elif needs or reads:
+            if changes and self._origin(args[0])[0]:
+                self._looks[f"{name} (in place) after {self._calls[-1]}"] = None
             self._mark((result, args[0] if changes else None), needs, reads)
         return result
 
     def _may_be_layer(self, path: str, module: nn.Module) -> bool:
         """It has weights, is in no block, holds none, and is no mere container."""
-        if any(path.startswith(f"{block}.") or f"{block}.".startswith(f"{path}." if path else "") for block in self._blocks):
+        if any(
+            path.startswith(f"{block}.") or f"{block}.".startswith(f"{path}." if path else "") for block in self._blocks
+        ):
             return path in self._blocks
         if path == "" or isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
             return False
@@ -182,11 +201,14 @@ class Flow(TorchFunctionMode):
         self._calls.append(path)
         self._needs.append(set(needs))
         self._reads.append(set(reads.union(*own)))
+        self._drawn.append(-len(self._rehearsal.seen))
 
     def _leave(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         if self._open != path:
             return
         self._open = None
+        self._results.append(replaced(output, lambda tensor: tensor.new_empty(0, device="meta")))
+        self._drawn[-1] += len(self._rehearsal.seen)
         for leaf, tensor in enumerate(tensors(output)):
             self._set(tensor, frozenset({Value(len(self._calls) - 1, leaf)}), frozenset())
 

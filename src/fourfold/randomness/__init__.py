@@ -7,7 +7,7 @@ them. Below `training`, nothing touches torch's default generator.
 from fourfold.randomness.cut import Cut
 from fourfold.randomness.dropout import FIRST, Layout, Position, Window, at, current, dropout, threshold
 from fourfold.randomness.philox import RandomnessError, bits, normal, permutation, uniform
-from fourfold.randomness.streams import Streams, inside
+from fourfold.randomness.streams import Streams, inside, skip
 
 __all__ = [
     "FIRST",
@@ -24,6 +24,7 @@ __all__ = [
     "inside",
     "normal",
     "permutation",
+    "skip",
     "threshold",
     "uniform",
 ]

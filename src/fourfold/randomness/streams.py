@@ -88,6 +88,12 @@ def inside(module: nn.Module, prefix: str) -> Iterator[None]:
             enter_scope(outer.prefix)
 
 
+def skip(draws: int) -> None:
+    """So many dropouts of the innermost scope are drawn by another process: the next one has the name that it has."""
+    if _scopes.innermost is not None:
+        _scopes.innermost.ordinal += draws
+
+
 @contextmanager
 def entered(scope: Streams) -> Iterator[None]:
     """Sites are drawn from `scope` until this ends."""

@@ -1,0 +1,81 @@
+"""What crosses a cut: values, and the shapes of what does not cross."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+DTYPES = (
+    *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    *(torch.complex64, torch.complex128),
+)
+"""Element types by their number in a description."""
+
+
+class Look(NamedTuple):
+    """How a tensor looks from outside: its element type, whether gradients come back for it, and its shape."""
+
+    dtype: torch.dtype
+    grad: bool
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Look:
+        """Of a tensor at hand."""
+        return cls(tensor.dtype, tensor.requires_grad, tuple(tensor.shape))
+
+
+Looks = tuple[tuple[Look, ...], ...]
+"""Of what every layer before a cut returned, layer by layer."""
+
+
+class Bundle(NamedTuple):
+    """What a stage gives the next one.
+
+    Attributes:
+        values: the tensors that cross, in the order of `Layers.crossing`.
+        looks: of the results of all layers before the cut: the model's own code, which runs again behind it, asks
+            stand-ins for their shapes.
+    """
+
+    values: tuple[Tensor, ...]
+    looks: Looks
+
+    def detached(self) -> Bundle:
+        """The same values as beginnings of a graph of their own."""
+        return self._replace(values=tuple(value.detach().requires_grad_(value.requires_grad) for value in self.values))
+
+
+def described(looks: Looks) -> Tensor:
+    """Looks as whole numbers, int64, so that they can cross."""
+    numbers = [len(looks)]
+    for layer in looks:
+        numbers.append(len(layer))
+        for look in layer:
+            numbers += (DTYPES.index(look.dtype), look.grad, len(look.shape), *look.shape)
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def looks_of(description: Tensor) -> Looks:
+    """What `described` made numbers of."""
+    return tuple(_read(iter(description.tolist())))
+
+
+def _read(numbers: Iterator[int]) -> Iterator[tuple[Look, ...]]:
+    for _ in range(next(numbers)):
+        yield tuple(
+            Look(DTYPES[next(numbers)], bool(next(numbers)), tuple(next(numbers) for _ in range(next(numbers))))
+            for _ in range(next(numbers))
+        )
+
+
+def gradients(values: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """Those of a bundle's values, taken off; None for those that want none, or got none."""
+    found = tuple(value.grad for value in values)
+    for value in values:
+        value.grad = None
+    return found
