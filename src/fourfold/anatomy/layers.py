@@ -36,7 +36,7 @@ class LayerError(ValueError):
 
 
 class Value(NamedTuple):
-    """An output of a layer: the `leaf`-th tensor of what layer number `layer` returned; INSIDE: none that it returned."""
+    """An output of a layer: the `leaf`-th tensor of what layer number `layer` returned (INSIDE: none of these)."""
 
     layer: int
     leaf: int

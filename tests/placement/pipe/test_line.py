@@ -1,4 +1,4 @@
-"""Stages one after the other, in one process, are the whole model: loss and gradients, whatever the model's code does."""
+"""Stages one after the other, in one process, are the whole model, whatever the model's code does."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ def in_stages(model: nn.Module, loss: Loss, batch: dict[str, Tensor], bounds: li
 def tiny(kind: str) -> tuple[nn.Module, Loss, dict[str, Tensor]]:
     torch.manual_seed(0)
     tokens = torch.randint(0, 50, (2, 9))
-    common = dict(vocab_size=50, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=24)
+    common = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
+    common["intermediate_size"] = 24
     if kind == "gpt":
         return GPT(Config(50, 16, 3, 16, 2, dropout=0.2, tied=True)), cross_entropy, {"tokens": tokens}
     if kind == "convnet":
