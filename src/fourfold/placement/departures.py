@@ -30,11 +30,13 @@ class Departures:
         self._frozen = {
             unit.index: [slot.name for slot in unit.arena.layout.slots if slot.group == FROZEN] for unit in units
         }
+        self._over: set[int] = set()
+        self._leaving: tuple[Unit, ...] = ()
         self._awaits_edge: set[int] = set()
         self._missing: dict[int, set[int]] = {}
         self._complete: set[int] = set()
         self._departed = 0
-        self._last = False
+        self._last: set[int] = set()
         self._pending: Unit | None = None
         for unit in units:
             unit.watch(self._fired)
@@ -43,11 +45,22 @@ class Departures:
         """The unit is complete only once backward has left it (its frozen weights may be needed until then)."""
         self._awaits_edge.add(unit.index)
 
-    def open(self, *, last: bool) -> None:
-        """A backward begins. `last`: of the step."""
-        self._missing = {unit.index: set(range(len(unit.arena.layout.trained_slots))) for unit in self.order}
+    def begin(self) -> None:
+        """A new step: no stage's last backward has begun."""
+        self._over.clear()
+
+    def open(self, stage: int, *, last: bool) -> None:
+        """A backward of a stage begins. `last`: of that stage in the step.
+
+        A weight that several stages of this rank read leaves for good with the last backward of the last of them.
+        """
+        if last:
+            self._over.add(stage)
+        self._leaving = tuple(unit for unit in self.order if stage in unit.stages)
+        self._missing = {unit.index: set(range(len(unit.arena.layout.trained_slots))) for unit in self._leaving}
         self._complete = {index for index, missing in self._missing.items() if not missing}
-        self._departed, self._last, self.active = 0, last, True
+        self._last = {unit.index for unit in self._leaving if unit.stages <= self._over}
+        self._departed, self.active = 0, True
 
     def abandon(self) -> None:
         """A backward did not end: its gradients are forgotten, and what is under way is waited for."""
@@ -64,11 +77,11 @@ class Departures:
 
     def close(self) -> None:
         """The backward is over: everything departs, arrives, and is announced if the step is complete."""
-        self._depart(len(self.order))
+        self._depart(len(self._leaving))
         self._arrive(None)
         self._awaits_edge.clear()
         self.active = False
-        for unit in self.order:
+        for unit in self._leaving:
             unit.free()
             with without_torch_function():
                 self._refuse_changed(unit)
@@ -110,20 +123,20 @@ class Departures:
     def _finish(self, unit: Unit) -> None:
         self._complete.add(unit.index)
         ready = self._departed
-        while ready < len(self.order) and self.order[ready].index in self._complete:
+        while ready < len(self._leaving) and self._leaving[ready].index in self._complete:
             ready += 1
         self._depart(ready)
 
     def _depart(self, upto: int) -> None:
         while self._departed < upto:
-            unit = self.order[self._departed]
+            unit = self._leaving[self._departed]
             self._departed += 1
             if unit.arena.layout.trained == 0:
                 continue
             unit.settle()
             self._arrive(unit)
             with without_torch_function():  # a freed parameter would be asked whether its `.grad` may be read
-                unit.pack(last=self._last)
+                unit.pack(last=unit.index in self._last)
             if not self.overlap:
                 self._arrive(None)
 
@@ -133,5 +146,5 @@ class Departures:
         if arrived is None:
             return
         arrived.settle()
-        if self._last:
+        if arrived.index in self._last:
             self.events.publish(GradientReady(arrived.index, arrived.arena.summed))

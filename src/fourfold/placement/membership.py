@@ -52,6 +52,7 @@ def members(
     apart: bool,
     itemsize: int,
     still: Set[str] = frozenset(),
+    held: Set[str] | None = None,
 ) -> list[Members]:
     """Sort every parameter into exactly one unit.
 
@@ -67,6 +68,7 @@ def members(
         apart: what lies outside the blocks stays apart from them (their weights have other lifetimes).
         itemsize: bytes of an element on the wire.
         still: weights that are not cut by rows; they get units of their own, in the blocks' order.
+        held: the weights to sort, of one pipeline stage; None: all.
     """
     owners = _owners(model)
     before, after = Members("before the blocks", (), outer=True), Members("after the blocks", (), outer=True)
@@ -74,6 +76,8 @@ def members(
     resting = {path: Members(f"{path}, still", (), outer=True, still=True) for path in (None, *anatomy.blocks)}
     late, shared = set(anatomy.after), set(anatomy.read_outside) if apart else set()
     for name, parameter in model.named_parameters():
+        if held is not None and name not in held:
+            continue
         home = before
         homes = {_block_of(alias, anatomy.blocks) for alias in _aliases(model, owners[name])}
         if name in still:

@@ -14,24 +14,17 @@ from fourfold import randomness
 from fourfold.anatomy import Anatomy
 from fourfold.ledger import Ledger
 from fourfold.placement import batch_norm, norm, traffic
-from fourfold.placement.arena import Arena, Fill
-from fourfold.placement.block import Block, Neighbours
+from fourfold.placement.block import Block
 from fourfold.placement.departures import Departures
-from fourfold.placement.layout import Layout
-from fourfold.placement.membership import Group, Members, members
 from fourfold.placement.piece import Piece
-from fourfold.placement.precision import Precision
-from fourfold.placement.reach import reached
-from fourfold.placement.refusals import reads_explained, refuse
-from fourfold.placement.seats import Seats, room
-from fourfold.placement.state import answer_state_dict, write_loaded_state
-from fourfold.placement.tensor import trial
-from fourfold.placement.tensor.kernels import Choice, Kernels
-from fourfold.placement.tensor.rehearsal import Loss, Stage
-from fourfold.placement.tensor.split import Split, rehearsed
-from fourfold.placement.tensor.tuning import Tuning
+from fourfold.placement.pipe.line import Line
+from fourfold.placement.pipe.part import Part
+from fourfold.placement.refusals import reads_explained
+from fourfold.placement.seats import Seats
+from fourfold.placement.tensor.kernels import Choice
+from fourfold.placement.tensor.split import Split
 from fourfold.placement.unit import Unit
-from fourfold.plan import Codec, Events, Placement
+from fourfold.plan import Events, Placement
 from fourfold.wire import Mesh
 
 
@@ -62,17 +55,21 @@ class Placed:
         units: list[Unit],
         events: Events,
         split: Split | None = None,
+        part: Part | None = None,
     ):
         """Use `place`."""
         self.model, self.anatomy, self.mesh, self.options = model, anatomy, mesh, options
+        self.part = part
+        self.line: Line | None = None
         self.units, self.events = units, events
         self.departures = Departures(units, events, overlap=options.overlap)
         self.blocks: list[Block] = []
         self.shards = [shard for unit in units for shard in _shards(unit)]
         self.seats = _seats(units, mesh)
-        self._outer: list[Unit] = []
-        self._inner: list[Unit] = []
-        self._reached: list[Unit] = []
+        # What lies outside of the blocks, what holds them, and where backward comes to.
+        self.outer: list[Unit] = []
+        self.inner: list[Unit] = []
+        self.reached: list[Unit] = []
         self.split = split
         self.statistics: batch_norm.Scope | None = None
         narrow = units[0].arena.precision.compute.itemsize < 4  # torch's own wants weights in float32 then
@@ -98,24 +95,28 @@ class Placed:
 
     def begin(self) -> None:
         """A new step: gradients are empty."""
+        self.departures.begin()
         for unit in self.units:
             unit.begin()
 
     @contextmanager
-    def forward(self, position: randomness.Position | None, *, counts: bool = True) -> Iterator[None]:
+    def forward(self, position: randomness.Position | None, *, counts: bool = True, stage: int = 0) -> Iterator[None]:
         """The scope of one micro-batch's forward (or of an evaluation, without a position).
 
         Args:
             position: of the rows being computed.
             counts: these rows belong to the micro-batch; a rank without rows computes one that does not.
+            stage: the pipeline stage that runs.
         """
         if self.statistics is not None:
             self.statistics.counts = counts
-        for unit in self._outer:
+        outer = [unit for unit in self.outer if stage in unit.stages]
+        for unit in outer:
             unit.start()
-        if self._inner and self.options.overlap:
-            self._inner[0].start()
-        for unit in self._outer:
+        first = next((unit for unit in self.inner if stage in unit.stages), None)
+        if first is not None and self.options.overlap:
+            first.start()
+        for unit in outer:
             unit.ready()
         with ExitStack() as stack, reads_explained(self.options.shard):
             if self.split is not None:
@@ -133,11 +134,18 @@ class Placed:
             return position
         return position._replace(cuts=self.split.dropped, windows=self.split.windows)
 
-    def backward(self, loss: Tensor, scale: float, *, last: bool) -> None:
-        """Backward of one micro-batch's loss times `scale`; on the step's last one the gradients become ready."""
-        self.departures.open(last=last)
+    def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], *, stage: int = 0, last: bool) -> None:
+        """Backward of one micro-batch through a stage; on its last one the gradients become ready.
+
+        Args:
+            outputs: what the stage's forward gave: the loss, or what crossed to the next stage.
+            gradients: of each output, the step's whole loss by it.
+            stage: the pipeline stage that runs.
+            last: of the stage in the step.
+        """
+        self.departures.open(stage, last=last)
         with reads_explained(self.options.shard):
-            loss.backward(torch.full_like(loss, scale))
+            torch.autograd.backward(outputs, gradients)
         self.departures.close()
 
     def free(self) -> None:
@@ -174,10 +182,10 @@ class Placed:
         """
         parts = self.mesh["z"].size
         itemsize = torch.empty(0, dtype=self.units[0].arena.precision.message).element_size()
-        kept = self._inner[-1] if self._inner else None
+        kept = self.inner[-1] if self.inner else None
         shipments = [
             traffic.Shipment(
-                unit.arena.layout, last=unit is kept, outer=unit in self._outer, reached=unit in self._reached
+                unit.arena.layout, last=unit is kept, outer=unit in self.outer, reached=unit in self.reached
             )
             for unit in self.units
             if unit.axis.size == parts
@@ -240,84 +248,6 @@ class Placed:
             block.compile(**settings)
 
 
-def place(
-    model: nn.Module,
-    anatomy: Anatomy,
-    mesh: Mesh,
-    options: Placement,
-    *,
-    fill: Fill,
-    group: Group,
-    events: Events,
-    device: torch.device,
-    codec: Codec | None = None,
-    seats: bool = False,
-    loss: Loss | None = None,
-    example: Mapping[str, Tensor] | None = None,
-) -> Placed:
-    """Give a plain model arenas for its weights, in place.
-
-    Args:
-        model: on the meta device, or with weights (which `fill` then reads).
-        anatomy: of the model.
-        mesh: this rank's.
-        options: the placement.
-        fill: source of logical weights.
-        group: sorts trained parameters for the optimizer.
-        events: told when a unit's gradient is ready.
-        device: where everything goes.
-        codec: the form in which gradients cross over z.
-        seats: numbers of every rank travel behind the gradient that leaves last, which the rule sums over all ranks.
-        loss, example: by which a model whose features are cut is rehearsed.
-    """
-    refuse(model, anatomy, ranks=options.parts)
-    precision = Precision.of(options.precision, device)
-    split = None
-    if options.grid.cuts_features:
-        stage = _stage(model, anatomy, precision, loss, example)
-        split = rehearsed(stage, anatomy, mesh, options.grid, _tuning(options))
-        trial.attempt(split, model, stage.loss)
-    sharded = options.shard == "parameters" and mesh["z"].size > 1
-    apart, itemsize = sharded or precision.upcast, precision.message.itemsize
-    still = frozenset() if split is None else split.assembly.still
-    sorted_ = members(model, anatomy, group, bucket=options.message, apart=apart, itemsize=itemsize, still=still)
-    units: list[Unit] = []
-    for index, (member, layout) in enumerate(zip(sorted_, _layouts(sorted_, mesh, split), strict=True)):
-        leaves_last = layout.trained > 0 and not any(unit.arena.layout.trained for unit in units)
-        passengers = room(options.parts) if seats and leaves_last else 0
-        axis, resident = mesh.over() if member.still else mesh["z"], member.still or not sharded
-        arena = Arena(layout, precision, axis.index, resident=resident, device=device, passengers=passengers)
-        arena.fill(fill)
-        hold = options.shard == "optimizer"
-        units.append(Unit(index, member.name, arena, axis, member.owners, hold=hold, codec=codec))
-    for unit in units:
-        unit.install()
-    _place_buffers(model, precision, device)
-    if split is not None:
-        split.install(model)
-    placed = Placed(model, anatomy, mesh, options, units, events, split)
-    _wrap_blocks(placed, sorted_)
-    answer_state_dict(model, units, None if split is None else split.assembly)
-    write_loaded_state(model, units)
-    return placed
-
-
-def _stage(
-    model: nn.Module, anatomy: Anatomy, precision: Precision, loss: Loss | None, example: Mapping[str, Tensor] | None
-) -> Stage:
-    assert loss is not None and example is not None
-    return Stage.of(model, loss, example, anatomy.traced, precision.compute)
-
-
-def _tuning(options: Placement) -> Tuning:
-    return Tuning(options.overlap, options.chunks, Kernels() if options.kernels == "tuned" else None)
-
-
-def _layouts(sorted_: Sequence[Members], mesh: Mesh, split: Split | None) -> list[Layout]:
-    blocks = {} if split is None else split.assembly.blocks()
-    return [Layout.of(member.weights, 1 if member.still else mesh["z"].size, blocks) for member in sorted_]
-
-
 def _seats(units: Sequence[Unit], mesh: Mesh) -> Seats | None:
     behind = [unit.arena.summed[unit.arena.layout.trained :] for unit in units]
     taken = next((elements for elements in behind if elements.numel()), None)
@@ -333,58 +263,3 @@ def _shards(unit: Unit) -> Iterator[Shard]:
         held = [piece for slot in slots for piece in slot.pieces(arena.index)]
         pieces = tuple(piece._replace(start=piece.start - first) for piece in held)
         yield Shard(parameter, group, pieces)
-
-
-def _place_buffers(model: nn.Module, precision: Precision, device: torch.device) -> None:
-    """Buffers are replicated, and shared ones stay shared; in fp64 the floating ones are widened."""
-    placed: dict[int, Tensor] = {}
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            wide = precision.compute == torch.float64 and buffer.is_floating_point()
-            if id(buffer) not in placed:
-                placed[id(buffer)] = buffer.to(device=device, dtype=torch.float64 if wide else buffer.dtype)
-            module._buffers[name] = placed[id(buffer)]
-
-
-def _wrap_blocks(placed: Placed, sorted_: list[Members]) -> None:
-    """Take over the blocks' forwards; what has no block is brought in around the whole forward."""
-    modules = dict(placed.model.named_modules())
-    homes: dict[str, tuple[Unit, bool, bool]] = {}
-    trained = (name for name, weight in placed.model.named_parameters() if weight.requires_grad)
-    comes_to = reached(placed.anatomy, trained)
-    for unit, member in zip(placed.units, sorted_, strict=True):
-        if member.outer:
-            placed._outer.append(unit)
-        if member.blocks:
-            placed._inner.append(unit)
-        if not comes_to.isdisjoint(member.blocks):
-            placed._reached.append(unit)
-        for path in member.blocks:
-            homes[path] = unit, path == member.blocks[0], path == member.blocks[-1]
-    for path in placed.anatomy.blocks:
-        # A block all of whose weights are used outside, too, has no unit of its own: it brings none in, and frees none.
-        unit, first, last = homes.get(path) or (placed._outer[0], False, False)
-        block = Block(
-            path,
-            modules[path],
-            unit,
-            placed.departures,
-            recompute=placed.options.recompute,
-            random=bool(placed.anatomy.dropouts),
-            torchs=bool(placed.anatomy.random_calls),
-            first=first,
-            last=last,
-        )
-        if unit in placed._inner:
-            block.neighbours = _neighbours(placed, unit)
-            block.keep = unit is placed._inner[-1]
-        placed.blocks.append(block)
-
-
-def _neighbours(placed: Placed, unit: Unit) -> Neighbours:
-    inner, ahead = placed._inner, placed.options.overlap
-    at = inner.index(unit)
-    return Neighbours(
-        before=inner[at - 1] if ahead and at > 0 and inner[at - 1] in placed._reached else None,
-        after=inner[at + 1] if ahead and at + 1 < len(inner) else None,
-    )

@@ -33,6 +33,8 @@ class Placement:
         z: ranks over which the rows of every stored weight (and of the batch) are cut.
         tensor: the algorithm by which features are cut, and its grid; None: they are not. A z of its own is the
             placement's, and means shard: parameters where that is not said.
+        pipe: workers of a pipeline; the schedule says which stages of the model each of them runs, and when.
+        cut: how many layers each stage has, first stage first; None: as even as can be.
         shard: what stays cut over z between uses: the optimizer state (ZeRO-1), also gradients (ZeRO-2), also
             parameters (ZeRO-3, FSDP). "none" needs z = 1.
         recompute: what backward computes again: nothing, the attention core ("selective"), or whole blocks ("full").
@@ -51,6 +53,8 @@ class Placement:
     data: int = 1
     z: int = 1
     tensor: Technique | None = None
+    pipe: int = 1
+    cut: tuple[int, ...] | None = None
     shard: str = "none"
     recompute: str = "none"
     precision: str = "fp32"
@@ -60,7 +64,7 @@ class Placement:
     kernels: str = "plain"
 
     def __post_init__(self) -> None:
-        for count in ("data", "z", "chunks"):
+        for count in ("data", "z", "chunks", "pipe"):
             size = getattr(self, count)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise PlanError(f"plan.placement.{count}: expected a whole number of at least 1, found {size!r}")
@@ -77,6 +81,8 @@ class Placement:
             not isinstance(self.bucket, int) or isinstance(self.bucket, bool) or self.bucket < 0
         ):
             raise PlanError(f"plan.placement.bucket: expected a number of bytes of at least 0, found {self.bucket!r}")
+        if self.cut is not None:
+            self._take_cut(self.cut)
         if self.tensor is not None:
             self._take_grid(self.tensor)
         for name, usual in (("chunks", 1), ("kernels", "plain")):
@@ -90,6 +96,12 @@ class Placement:
                 f"plan.placement.z: z = {self.z} cuts weights, but shard is 'none'; "
                 f"say shard: optimizer, gradients or parameters, or use data: {self.z} for plain replicas"
             )
+
+    def _take_cut(self, cut: Any) -> None:
+        numbers = list(cut) if isinstance(cut, tuple | list) else None
+        if numbers is None or any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in numbers):
+            raise PlanError(f"plan.placement.cut: expected whole numbers of at least 1, one a stage, found {cut!r}")
+        object.__setattr__(self, "cut", tuple(numbers))
 
     def _take_grid(self, tensor: Technique) -> None:
         for name, flag in _options(tensor, "bool").items():
@@ -134,7 +146,7 @@ class Placement:
     def axes(self) -> dict[str, int]:
         """Sizes of the mesh axes, fastest first."""
         grid = self.grid
-        return {"x": grid.x, "y": grid.y, "z": self.z, "data": self.data * grid.copies, "pipe": 1}
+        return {"x": grid.x, "y": grid.y, "z": self.z, "data": self.data * grid.copies, "pipe": self.pipe}
 
     def fitting(self, world: int) -> str:
         """What to change for so many ranks, in words: with the most similar tensor grids, where there is one."""
@@ -153,6 +165,10 @@ class Placement:
     def to_dict(self) -> dict[str, Any]:
         """The plain mapping that `Plan.of` reads back to an equal placement."""
         plain = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+        if self.cut is None:
+            del plain["cut"]
+        else:
+            plain["cut"] = list(self.cut)
         if self.tensor is None:
             del plain["tensor"]
         else:
@@ -176,6 +192,13 @@ class Plan:
     schedule: Technique = dataclasses.field(default_factory=lambda: Technique.find("schedule", "accumulate"))
     wire: Wire = dataclasses.field(default_factory=Wire)
     sync: Technique = dataclasses.field(default_factory=lambda: Technique.find("sync", "bsp"))
+
+    def __post_init__(self) -> None:
+        if self.placement.pipe > 1 and self.schedule.name == "accumulate":
+            raise PlanError(
+                f"plan.schedule: accumulate runs on one worker, and plan.placement.pipe is {self.placement.pipe}; "
+                "name a pipeline's schedule, for example {name: 1f1b, microbatches: 8}"
+            )
 
     @classmethod
     def of(cls, settings: Mapping[str, Any] | None = None) -> Plan:
@@ -226,6 +249,7 @@ class Plan:
         return (
             self.placement.parts > 1
             and self.placement.z == 1
+            and self.placement.pipe == 1
             and self.sync.module.Rule.sums
             and self.replica_codec() is None
         )
@@ -262,6 +286,7 @@ class Plan:
             words.append(" ".join([place.tensor.spelling, *sizes, *flags]))
         if place.z > 1:
             words.append(f"z {place.z} shard {place.shard}")
+        words += [f"pipe {place.pipe}"] if place.pipe > 1 else []
         words += [f"recompute {place.recompute}"] if place.recompute != "none" else []
         words += [f"chunks {place.chunks}"] if place.chunks > 1 else []
         words += [f"kernels {place.kernels}"] if place.kernels != "plain" else []

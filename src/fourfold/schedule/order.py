@@ -44,6 +44,11 @@ class Microbatches:
 
     microbatches: int = 1
 
+    @property
+    def chunks(self) -> int:
+        """Stages that a worker holds."""
+        return 1
+
     def __post_init__(self) -> None:
         for entry in fields(self):
             value = getattr(self, entry.name)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fourfold.training.step import Loss
+Loss = Callable[[nn.Module, dict[str, Tensor]], tuple[Tensor, Tensor | int]]
+"""`loss(model, batch) -> (sum, count)`: calls the model itself, sums over tokens or rows, says how many there were."""
 
 CONTRACT = "loss(model, batch) -> (sum, count)"
 

@@ -15,7 +15,6 @@ from fourfold.anatomy import survey
 from fourfold.ledger import Ledger
 from fourfold.placement import Placed, place
 from fourfold.placement.arena import Fill
-from fourfold.placement.rows import share
 from fourfold.placement.tensor.between import refuse_rows
 from fourfold.plan import Events, Plan, Rule
 from fourfold.training import checkpoint
@@ -25,6 +24,7 @@ from fourfold.training.checkpoint.state import encode
 from fourfold.training.evaluation import evaluating
 from fourfold.training.loss_value import looked_at
 from fourfold.training.optimizer import Optimizer, OptimizerOptions, build, group_of
+from fourfold.training.pipeline import part_of, program_of
 from fourfold.training.step import Loss, Step, StepResult
 from fourfold.training.values import fill_buffers, values_of
 from fourfold.wire import Mesh, World, join
@@ -155,12 +155,9 @@ class Run:
             refuse_rows(self.plan.placement, batch.rows, 1)
         step = self._placed_on(asked[0])
         self.ledger.begin(-1)
-        sums = [0.0, 0.0]
         with evaluating(self.model):
-            for batch in asked:
-                total, count = self._evaluate_rows(step, batch)
-                sums[0], sums[1] = sums[0] + total, sums[1] + count
-        ranks = step.everyone.collect(sums)
+            sums = step.evaluate(asked)
+        ranks = step.told.collect(sums)
         counted = sum(rank[1] for rank in ranks)
         if counted == 0:
             raise RunError(
@@ -168,15 +165,6 @@ class Run:
                 "is every target ignored?"
             )
         return sum(rank[0] for rank in ranks) / counted
-
-    @torch.no_grad()
-    def _evaluate_rows(self, step: Step, batch: Batch) -> tuple[float, float]:
-        rows = share(batch.rows, 1, step.everyone.size, 0, step.everyone.index)
-        counts = len(rows) > 0
-        inputs = {name: tensor.to(self.world.device) for name, tensor in batch(rows if counts else range(1)).items()}
-        with step.placed.forward(None, counts=counts):
-            total, count = step.loss(self.model, inputs)
-        return (float(total), float(count)) if counts else (0.0, 0.0)
 
     # ---- the logical view
 
@@ -374,7 +362,10 @@ class Run:
         return self._step
 
     def _placed_by(self, example: dict[str, Tensor]) -> Step:
+        program = program_of(self.plan)
         anatomy = survey(self.model, self.loss, example, whole=self.plan.placement.grid.by_rows)
+        worker = self.mesh["pipe"].index
+        part = part_of(self.model, self.loss, example, anatomy, self.plan, program, worker)
         if self.world.rank == 0:
             for line in anatomy.inexact:
                 warnings.warn(f"not exact: {line}", stacklevel=2)
@@ -395,9 +386,11 @@ class Run:
             seats=self.plan.tallies_ride(),
             loss=self.loss,
             example=example,
+            part=part,
         )
         rule: Rule = self.plan.sync.module.Rule(self.plan.sync.options, self.mesh["data"], events, codec)
         optimizer = build(self.options, placed.shards)
         loss = looked_at(self.loss)
-        about = self.mesh, self.ledger, self.plan.schedule, self.seed, device
+        microbatches = self.plan.schedule.options.microbatches
+        about = self.mesh, self.ledger, program, microbatches, self.seed, device
         return Step(placed, rule, optimizer, loss, *about, batch_of(example))

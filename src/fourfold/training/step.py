@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fourfold.ledger import Ledger
 from fourfold.placement import Placed, norm
+from fourfold.placement.pipe.shared import SharedGradients
 from fourfold.placement.rows import share
-from fourfold.plan import Rule, Technique
-from fourfold.randomness import Position
-from fourfold.schedule import Action, Inline, Program, Shape, bind, drive, validate
+from fourfold.plan import Rule
+from fourfold.schedule import Action, Body, Inline, Machine, Program, Ranks, drive
+from fourfold.schedule.action import BACKWARD, FORWARD, UPDATE
 from fourfold.training.batch import Batch
+from fourfold.training.loss_value import Loss as Loss
 from fourfold.training.optimizer import Optimizer
+from fourfold.training.passes import Job, Passes
+from fourfold.training.pipeline import evaluation
+from fourfold.training.post import Post
 from fourfold.training.tally import Courier, Exchange, Tally, agreed, not_finite
 from fourfold.wire import Axis, Mesh, formulas
 from fourfold.wire.axis import DIGEST_BITS
-
-Loss = Callable[[nn.Module, dict[str, Tensor]], tuple[Tensor, Tensor | int]]
-"""`loss(model, batch) -> (sum, count)`: calls the model itself, sums over tokens or rows, says how many there were."""
+from fourfold.wire.links import Links
 
 
 @dataclass(frozen=True)
@@ -48,22 +51,16 @@ class StepResult:
 
 
 @dataclass
-class _Sums:
-    """What a step adds up on this rank."""
-
-    loss: float = 0.0
-    count: float = 0.0
-
-
-@dataclass
 class Step:
-    """The step's fixed parts, and its three bodies: forward, backward, update.
+    """The step's fixed parts, and the end that every schedule comes to: the update.
 
     Attributes:
         batch: of the last step; before the first, the example that the model was placed by.
         divisor: losses are divided by it before backward. It is the count of the step before: where that is this step's
             count as well, as in most training, the summed gradients are the mean's and need no further pass. The first
             step takes the rows of its batch.
+        rows: the ranks over which the rows of a micro-batch are cut.
+        told: the ranks that tell each other of a step.
     """
 
     placed: Placed
@@ -72,29 +69,46 @@ class Step:
     loss: Loss
     mesh: Mesh
     ledger: Ledger
-    schedule: Technique
+    program: Program
+    microbatches: int
     seed: int
     device: torch.device
     batch: Batch
     divisor: float | None = None
-    program: Program = field(init=False)
 
     def __post_init__(self) -> None:
-        self.microbatches: int = getattr(self.schedule.options, "microbatches", 1)
-        order = self.schedule.module.order(Shape(microbatches=self.microbatches), self.schedule.options)
-        self.program = validate(bind(order, workers=1))
-        self.everyone: Axis = self.mesh.over("z", "data")
-        self._courier: Courier = self.placed.seats or Exchange(self.everyone, self.device)
+        self.rows: Axis = self.mesh.over("z", "data")
+        self.passes = Passes(self.placed, self.loss, self.rows, self.seed, self.device)
+        self._pipe = self.mesh["pipe"]
+        # Ranks of one stage lie side by side.
+        self.told = self.rows if self._pipe.size == 1 else self.mesh.over("z", "data", "pipe")
+        self._courier: Courier = self.placed.seats or Exchange(self.told, self.device)
         self._under_way = False
-        self._machine = Inline({"forward": self._forward, "backward": self._backward, "update": self._update})
+        self._last = _last_backwards(self.program, self._pipe.index)
+        self._all_backwards = sum(self._is_own(action) and action.kind == BACKWARD for action in self.program.actions)
+        self._updates = sum(self._is_own(action) and action.kind == UPDATE for action in self.program.actions)
+        part = self.placed.part
+        self._shared = None if part is None else SharedGradients(part, self.placed.units, self._pipe)
+        self._links = Links(self._pipe) if self._pipe.size > 1 else None
+        bodies = {FORWARD: self.passes.forward, BACKWARD: self._backward, UPDATE: self._update}
+        self._machine = self._machine_for(self.program, bodies)
+
+    def _is_own(self, action: Action) -> bool:
+        return action.worker == self._pipe.index
+
+    def _machine_for(self, program: Program, bodies: Mapping[str, Body]) -> Machine:
+        if self._links is None:
+            return Inline(bodies)
+        return Ranks(program, self._pipe.index, bodies, Post(self._links, self.passes))
 
     def run(self, number: int, batch: Batch, *, stop: bool) -> StepResult:
         """Take optimizer step `number` on the global batch."""
         began = time.perf_counter()
         self.ledger.begin(number)
         self._number, self.batch, self._stop = number, batch, stop
-        self._sums, self._output = _Sums(), None
-        self._divided = self.divisor or float(batch.rows)
+        divided = self.divisor or float(batch.rows)
+        self.passes.job = Job(number, batch, self.microbatches, divided, self._last)
+        self._backwards, self._updated = 0, 0
         if self._under_way:
             self.rule.finish()
             self.placed.abandon()
@@ -108,37 +122,40 @@ class Step:
         mean, count = whole.loss / whole.counted, int(whole.counted)
         return StepResult(number, mean, count, self._gradient_norm, seconds, bool(whole.stop))
 
+    def evaluate(self, batches: Sequence[Batch]) -> tuple[float, float]:
+        """Sums of loss and count over the batches, of this rank's rows, where it holds the last stage."""
+        self.passes.job = Job(-1, batches[0], 1, 1.0, frozenset())
+        self.passes.batches = batches
+        program = evaluation(self.program, len(batches))
+        with torch.no_grad():
+            drive(program, self._machine_for(program, {FORWARD: self.passes.evaluate}))
+        return self.passes.job.loss, self.passes.job.count
+
+    def close(self) -> None:
+        """End the threads that wait for messages of other stages."""
+        if self._links is not None:
+            self._links.close()
+
     # ---- bodies
 
-    def _forward(self, action: Action) -> None:
-        microbatch = action.microbatches.start
-        rows = share(self.batch.rows, self.microbatches, self.everyone.size, microbatch, self.everyone.index)
-        # A rank without rows computes one that does not count: it must take part in every collective.
-        counts = len(rows) > 0
-        rows = rows if counts else range(1)
-        inputs = {name: tensor.to(self.device) for name, tensor in self.batch(rows).items()}
-        with self.placed.forward(Position(self.seed, self._number, rows.start, len(rows)), counts=counts):
-            total, count = self.loss(self.placed.model, inputs)
-        self._output = total if counts else total * 0
-        if counts:
-            self._sums.loss += float(total.detach())
-            self._sums.count += float(count)
-
     def _backward(self, action: Action) -> None:
-        output, self._output = self._output, None
-        assert output is not None
-        last = action.microbatches.stop == self.microbatches
-        if last:
+        self._backwards += 1
+        job = self.passes.job
+        if self._backwards == self._all_backwards:
             digest = float((self.mesh.digest() + self.batch.rows) % 2**DIGEST_BITS)
-            self._courier.give(Tally(self._sums.loss, self._sums.count, digest, float(self._stop)))
-        if output.itemsize < 4:  # 1 / count would be rounded
-            self._divided = 1.0
-        self.placed.backward(output, 1.0 / self._divided, last=last)
+            self._courier.give(Tally(job.loss, job.count, digest, float(self._stop)))
+        self.passes.backward(action)
 
     def _update(self, action: Action) -> None:
+        """All of this rank's stages together, once the last of them is complete: clipping looks at all of them."""
+        self._updated += 1
+        if self._updated < self._updates:
+            return
         self.rule.finish()
-        whole = agreed(self._number, [Tally(*numbers) for numbers in self._courier.take()])
-        factor = self._divided / whole.counted
+        if self._shared is not None:
+            self._shared.sum()
+        whole = agreed(self._number, [Tally(*numbers) for numbers in self._courier.take()], self._pipe.size)
+        factor = self.passes.job.divided / whole.counted
         gradient_norm = self._norm(factor)
         if gradient_norm is not None:
             factor *= norm.coefficient(gradient_norm, self.optimizer.options.clip)
@@ -163,8 +180,8 @@ class Step:
 
     def _shapes(self) -> list[dict[str, Tensor]]:
         """This rank's rows of every micro-batch of the batch."""
-        cut = (self.microbatches, self.everyone.size)
-        mine = [share(self.batch.rows, *cut, number, self.everyone.index) for number in range(self.microbatches)]
+        cut = (self.microbatches, self.rows.size)
+        mine = [share(self.batch.rows, *cut, number, self.rows.index) for number in range(self.microbatches)]
         return [dict(self.batch(rows if len(rows) else range(1))) for rows in mine]
 
     def forecast(self) -> Ledger:
@@ -178,3 +195,12 @@ class Step:
         if holders.size > 1 and self.optimizer.options.clip is not None:
             ledger.send(holders.name, "control", "all_gather", formulas.all_gather(holders.size, holders.size * 8))
         return ledger
+
+
+def _last_backwards(program: Program, worker: int) -> frozenset[tuple[int, int]]:
+    """(stage, micro-batch) of the last backward of each stage that the worker runs."""
+    found: dict[int, int] = {}
+    for action in program.actions:
+        if action.worker == worker and action.kind == BACKWARD:
+            found[action.stage] = action.microbatches.start
+    return frozenset(found.items())

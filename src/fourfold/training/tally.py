@@ -77,15 +77,27 @@ class Exchange:
             ledger.send(self.axis.name, "control", "all_gather", sent)
 
 
-def agreed(step: int, tallies: Sequence[Tally]) -> Tally:
+def agreed(step: int, tallies: Sequence[Tally], stages: int = 1) -> Tally:
     """The global sums, once it is certain that all ranks did the same and that the numbers are numbers.
+
+    Args:
+        step: its number.
+        tallies: of all ranks, those of one pipeline stage side by side.
+        stages: ranks of one of them issue the same collectives.
 
     Raises:
         StepError: ranks ran other collectives than the rest, a loss or count is not finite, or nothing counted.
     """
     digests = [tally.digest for tally in tallies]
-    if len(set(digests)) > 1:
-        odd = [index for index, digest in enumerate(digests) if digests.count(digest) <= len(digests) // 2]
+    each = len(digests) // stages
+    apart = [digests[first : first + each] for first in range(0, len(digests), each)]
+    if any(len(set(group)) > 1 for group in apart):
+        odd = [
+            first * each + index
+            for first, group in enumerate(apart)
+            for index, digest in enumerate(group)
+            if group.count(digest) <= len(group) // 2
+        ]
         raise StepError(
             f"step {step}: ranks {odd or list(range(len(digests)))} ran other collectives than the rest, or were given "
             "another number of rows; expected the same on every rank. Is the batch the whole one and no rank's share? "

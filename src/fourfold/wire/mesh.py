@@ -89,8 +89,8 @@ class Mesh:
 
     @property
     def replica(self) -> Axis:
-        """The ranks that hold one copy of the weights between them: z, and x and y if they have more than one."""
-        return self.over(*(name for name in ("x", "y", "z") if self.sizes[name] > 1 or name == "z"))
+        """The ranks that hold one copy of the weights between them: z, and x, y and pipe if they have more than one."""
+        return self.over(*(name for name in ("x", "y", "z", "pipe") if self.sizes[name] > 1 or name == "z"))
 
     def digest(self) -> int:
         """A running hash of every collective this rank has issued; fits a float64 exactly. Equal on all ranks.

@@ -55,6 +55,10 @@ class Line(Uncopied):
         """How many."""
         return len(self.bounds) - 1
 
+    def crossing(self, stage: int) -> tuple[Value, ...]:
+        """What a stage is given by the one before it."""
+        return self._crossing[stage]
+
     def run(self, stage: int, whole: Callable[[], Result], given: Bundle | None) -> Result | Bundle:
         """Run a stage.
 

@@ -1,0 +1,157 @@
+"""Forward and backward of one micro-batch through one stage: the bodies of a schedule's actions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.placement import Placed
+from fourfold.placement.pipe.bundle import Bundle, Looks, gradients
+from fourfold.placement.refusals import PlacementError
+from fourfold.placement.rows import share
+from fourfold.randomness import Position
+from fourfold.schedule import Action, Buffer
+from fourfold.schedule.action import ACTIVATION, ACTIVATION_GRADIENT, STASH
+from fourfold.training.batch import Batch
+from fourfold.training.loss_value import Loss
+from fourfold.wire import Axis
+
+
+@dataclass
+class Kept:
+    """What a forward keeps for its backward.
+
+    Attributes:
+        given: what came from the stage before; None for the first.
+        made: what goes to the next stage; of the last stage, the loss.
+    """
+
+    given: Bundle | None
+    made: Bundle | Tensor
+
+
+@dataclass
+class Job:
+    """What is the same for all actions of a step.
+
+    Attributes:
+        number: of the step.
+        batch: the global one.
+        microbatches: into which its rows are cut.
+        divided: losses are divided by it before backward.
+        last: of each stage on this rank, (stage, micro-batch) of the last backward.
+        loss, count: sums over the rows that this rank has computed; on the ranks of the last stage.
+        buffers: what is here of what actions write, by name.
+    """
+
+    number: int
+    batch: Batch
+    microbatches: int
+    divided: float
+    last: frozenset[tuple[int, int]]
+    loss: float = 0.0
+    count: float = 0.0
+    buffers: dict[Buffer, Kept | Bundle | tuple[Tensor | None, ...]] = field(default_factory=dict)
+
+
+class Passes:
+    """Runs actions on a placed model."""
+
+    def __init__(self, placed: Placed, loss: Loss, rows: Axis, seed: int, device: torch.device) -> None:
+        """`rows`: the ranks over which the rows of a micro-batch are cut."""
+        self.placed, self.loss, self.rows, self.seed, self.device = placed, loss, rows, seed, device
+        self.job: Job
+        self.batches: Sequence[Batch] = ()
+        """Those of an evaluation."""
+
+    def forward(self, action: Action) -> None:
+        """Keeps what backward needs, and what the next stage is given."""
+        job, stage, microbatch = self.job, action.stage, action.microbatches.start
+        given = job.buffers.pop(Buffer(ACTIVATION, stage - 1, microbatch), None)
+        assert given is None or isinstance(given, Bundle)
+        given = None if given is None else given.detached()
+        rows = share(job.batch.rows, job.microbatches, self.rows.size, microbatch, self.rows.index)
+        computed = rows or range(1)
+        made = self.run(stage, rows, Position(self.seed, job.number, computed.start, len(computed)), given)
+        if isinstance(made, Bundle):
+            job.buffers[Buffer(ACTIVATION, stage, microbatch)] = made
+        else:
+            total, count = made
+            made = total if len(rows) else total * 0
+            if len(rows):
+                job.loss += float(total.detach())
+                job.count += float(count)
+        job.buffers[Buffer(STASH, stage, microbatch)] = Kept(given, made)
+
+    def run(
+        self, stage: int, rows: range, position: Position | None, given: Bundle | None
+    ) -> Bundle | tuple[Tensor, Tensor | int]:
+        """One stage on some logical rows of the job's batch.
+
+        A rank without rows computes one that does not count: it must take part in every collective.
+
+        Args:
+            position: of the rows; None: an evaluation.
+            given: what the stage before gave.
+        """
+        counts = len(rows) > 0
+        batch = self.job.batch(rows if counts else range(1))
+        inputs = {name: tensor.to(self.device) for name, tensor in batch.items()}
+        with self.placed.forward(position, counts=counts, stage=stage):
+            if self.placed.line is None:
+                return self.loss(self.placed.model, inputs)
+            return self.placed.line.run(stage, lambda: self.loss(self.placed.model, inputs), given)
+
+    def bundle(self, stage: int, looks: Looks, values: Sequence[Tensor | None]) -> Bundle:
+        """What stage `stage` gave, as it has come from another rank."""
+        assert self.placed.line is not None
+        crossing = self.placed.line.crossing(stage + 1)
+        wanted = (looks[layer][leaf].grad for layer, leaf in crossing)
+        pairs = zip(values, wanted, strict=True)
+        return Bundle(tuple(value.requires_grad_(grad) for value, grad in pairs if value is not None), looks)
+
+    def backward(self, action: Action) -> None:
+        """Gives the stage before the gradients of what it gave."""
+        job, stage, microbatch = self.job, action.stage, action.microbatches.start
+        kept = job.buffers.pop(Buffer(STASH, stage, microbatch))
+        assert isinstance(kept, Kept)
+        outputs, by = self._ends(kept.made, job.buffers.pop(Buffer(ACTIVATION_GRADIENT, stage + 1, microbatch), None))
+        self.placed.backward(outputs, by, stage=stage, last=(stage, microbatch) in job.last)
+        if kept.given is not None:
+            job.buffers[Buffer(ACTIVATION_GRADIENT, stage, microbatch)] = gradients(kept.given.values)
+
+    def evaluate(self, action: Action) -> None:
+        """One stage's forward on the rows of batch number `action.microbatches.start`; nothing is kept."""
+        stage, number = action.stage, action.microbatches.start
+        given = self.job.buffers.pop(Buffer(ACTIVATION, stage - 1, number), None)
+        assert given is None or isinstance(given, Bundle)
+        self.job.batch = self.batches[number]
+        rows = share(self.job.batch.rows, 1, self.rows.size, 0, self.rows.index)
+        made = self.run(stage, rows, None, given)
+        if isinstance(made, Bundle):
+            self.job.buffers[Buffer(ACTIVATION, stage, number)] = made
+        elif len(rows):
+            self.job.loss += float(made[0])
+            self.job.count += float(made[1])
+
+    def _divide_later(self, loss: Tensor) -> None:
+        if self.placed.line is not None:
+            raise PlacementError(
+                f"the loss is a sum in {loss.dtype}; on a pipeline all ranks divide by one number, which it would "
+                "round: sum up in float32 (losses.cross_entropy does)"
+            )
+        self.job.divided = 1.0
+
+    def _ends(self, made: Bundle | Tensor, taken: object) -> tuple[list[Tensor], list[Tensor]]:
+        """Where backward begins, and with which gradients."""
+        if isinstance(made, Tensor):
+            if made.itemsize < 4:  # 1 / count would be rounded
+                self._divide_later(made)
+            return [made], [torch.full_like(made, 1.0 / self.job.divided)]
+        assert isinstance(taken, tuple)
+        pairs = zip(made.values, taken, strict=True)
+        wanted = [(value, by) for value, by in pairs if by is not None and value.requires_grad]
+        return [value for value, _ in wanted], [by for _, by in wanted]

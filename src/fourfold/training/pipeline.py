@@ -1,0 +1,96 @@
+"""A plan's schedule laid over its pipeline: the program that all ranks run, and which part of the model is whose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from fourfold.anatomy import Anatomy
+from fourfold.anatomy.layers import layers
+from fourfold.placement.pipe.cuts import balanced, estimated, possible
+from fourfold.placement.pipe.part import Part
+from fourfold.placement.refusals import PlacementError
+from fourfold.plan import Plan
+from fourfold.schedule import Program, Shape, bind, validate
+from fourfold.schedule.action import FORWARD
+from fourfold.schedule.work import Work
+from fourfold.training.loss_value import Loss
+
+
+def shape_of(plan: Plan) -> Shape:
+    """Over what the schedule is laid."""
+    workers, options = plan.placement.pipe, plan.schedule.options
+    return Shape(workers * options.chunks, options.microbatches, workers, options.chunks)
+
+
+def program_of(plan: Plan) -> Program:
+    """One optimizer step.
+
+    Raises:
+        ScheduleError: the schedule cannot be laid over so many workers and micro-batches.
+    """
+    shape = shape_of(plan)
+    return validate(bind(plan.schedule.module.order(shape, plan.schedule.options), shape.workers), shape)
+
+
+def homes(program: Program) -> tuple[tuple[int, ...], ...]:
+    """The workers that run each stage."""
+    found: dict[int, dict[int, None]] = {}
+    for action in program.actions:
+        if action.kind == FORWARD:
+            found.setdefault(action.stage, {})[action.worker] = None
+    return tuple(tuple(found[stage]) for stage in sorted(found))
+
+
+def evaluation(program: Program, microbatches: int) -> Program:
+    """Forwards alone, each stage on the first worker that holds it."""
+    workers = [first for first, *_ in homes(program)]
+    work = Work(Shape(len(workers), microbatches, program.workers))
+    line = (
+        work.forward(stage, microbatch, worker)
+        for microbatch in range(microbatches)
+        for stage, worker in enumerate(workers)
+    )
+    return bind(line, program.workers)
+
+
+def part_of(
+    model: nn.Module,
+    loss: Loss,
+    example: Mapping[str, Tensor],
+    anatomy: Anatomy,
+    plan: Plan,
+    program: Program,
+    worker: int,
+) -> Part | None:
+    """A worker's part of the model; None where there is but one.
+
+    Raises:
+        PlacementError: the model is no line of layers, or has fewer than there are stages.
+    """
+    if plan.placement.pipe == 1:
+        return None
+    line = layers(model, loss, example, anatomy.blocks)
+    if line.looks:
+        raise PlacementError(
+            f"plan.placement.pipe: the model's code between its layers cannot run again on another stage: "
+            f"{'; '.join(line.looks)}; move that into a layer (a module with weights), or use pipe: 1"
+        )
+    given = plan.placement.cut
+    stages = homes(program)
+    if given is None:
+        bounds = balanced(estimated(model, line), len(stages), allowed=possible(line))
+    else:
+        bounds = _said(given, len(stages), [layer.path for layer in line.calls])
+    return Part.of(model, anatomy, line, bounds, stages, worker)
+
+
+def _said(cut: tuple[int, ...], stages: int, paths: list[str]) -> tuple[int, ...]:
+    """Bounds of stages with these numbers of layers."""
+    if len(cut) != stages or sum(cut) != len(paths) or min(cut) < 1:
+        raise PlacementError(
+            f"plan.placement.cut: expected {stages} numbers of at least 1 that add up to the model's {len(paths)} "
+            f"layers ({', '.join(paths)}), found {list(cut)}, which add up to {sum(cut)}; no layer may be left out"
+        )
+    return (0, *(sum(cut[: number + 1]) for number in range(stages)))
