@@ -17,6 +17,7 @@ from fourfold.placement import batch_norm, norm, traffic
 from fourfold.placement.block import Block
 from fourfold.placement.departures import Departures
 from fourfold.placement.piece import Piece
+from fourfold.placement.pipe.gathering import filled, spread, spread_buffers
 from fourfold.placement.pipe.line import Line
 from fourfold.placement.pipe.part import Part
 from fourfold.placement.refusals import reads_explained
@@ -218,13 +219,18 @@ class Placed:
         with ExitStack() as stack:
             for unit in self.units:
                 stack.enter_context(unit.pinned())
+            if self.part is not None:
+                elsewhere = self.part.weights.keys() - {name for unit in self.units for name in unit.parameters}
+                whole = self.logical(lambda unit: unit.arena.shard)
+                spread_buffers(self.model, self.part, self.mesh["pipe"])
+                stack.enter_context(filled(self.model, {name: whole[name] for name in elsewhere}))
             if self.split is not None:
                 parameters = {name: parameter for unit in self.units for name, parameter in unit.parameters.items()}
                 stack.enter_context(self.split.whole(parameters))
             yield self.model
 
-    def logical(self, flat: Callable[[Unit], Tensor]) -> dict[str, Tensor]:
-        """Whole logical tensors by name, on every rank, of `flat(unit)`: [layout.size or layout.trained] each.
+    def logical(self, flat: Callable[[Unit], Tensor], *, trained: bool = False) -> dict[str, Tensor]:
+        """Whole logical tensors by name, on every rank, of `flat(unit)`: [layout.size], or if `trained` its prefix.
 
         All ranks call together. Counted as control traffic.
         """
@@ -240,7 +246,9 @@ class Placed:
                     rows = staged[:, slot.shard_start : slot.shard_start + slot.used].reshape(-1)
                     blocks[slot.name] = rows[: slot.numel].view(slot.shape).clone()
             whole |= blocks if self.split is None else self.split.assembly.assembled(blocks)
-        return whole
+        if self.part is None:
+            return whole
+        return spread(whole, self.part, self.mesh["pipe"], self.units[0].arena.precision.master, trained=trained)
 
     def compile(self, **settings: Any) -> None:
         """Compile what is inside every block (`torch.compile`); gathering and freeing stay outside of the graphs."""

@@ -24,6 +24,8 @@ from fourfold.schedule.order import Order as Order
 from fourfold.schedule.order import Shape as Shape
 from fourfold.schedule.program import Lane as Lane
 from fourfold.schedule.program import Program as Program
+from fourfold.schedule.ranks import Post as Post
+from fourfold.schedule.ranks import Ranks as Ranks
 from fourfold.schedule.simulate import simulate as simulate
 from fourfold.schedule.template import Part as Part
 from fourfold.schedule.template import Template as Template

@@ -16,7 +16,7 @@ from fourfold.training.step import Step
 
 def boxes_to_read(step: Step) -> list[Box]:
     """Everything that this rank holds of weights, optimizer state and buffers."""
-    return _boxes(step, _all_names(step), buffers=True)
+    return _boxes(step, _all_names(step), _buffers(step.placed))
 
 
 def boxes_to_write(step: Step) -> list[Box]:
@@ -26,10 +26,13 @@ def boxes_to_write(step: Step) -> list[Box]:
     of the replica writes.
     """
     slots = (slot for unit in step.placed.units for slot in unit.arena.layout.slots)
-    return _boxes(step, {slot.name for slot in slots if slot.block.owned}, buffers=step.mesh.replica.index == 0)
+    first = step.mesh.over("x", "y", "z").index == 0
+    return _boxes(
+        step, {slot.name for slot in slots if slot.block.owned}, _buffers(step.placed, own=True) if first else ()
+    )
 
 
-def _boxes(step: Step, names: set[str], *, buffers: bool) -> list[Box]:
+def _boxes(step: Step, names: set[str], buffers: Iterable[tuple[str, Tensor]]) -> list[Box]:
     placed = step.placed
     boxes = [box for name, box in _weights(placed) if name in names]
     states = iter(step.optimizer.state_dict())
@@ -38,19 +41,21 @@ def _boxes(step: Step, names: set[str], *, buffers: bool) -> list[Box]:
         for kind, flat in state.items():
             if flat.shape == shard.parameter.shape and kind in step.optimizer.state_names:
                 boxes += [_box(f"optimizer.{kind}.{piece.name}", piece, flat) for piece in pieces]
-    if buffers:
-        boxes += [Box.whole(f"buffer.{name}", buffer) for name, buffer in _buffers(placed)]
-    return boxes
+    return boxes + [Box.whole(f"buffer.{name}", buffer) for name, buffer in buffers]
 
 
 def names_of(step: Step) -> set[str]:
     """The names of all ranks' boxes: of a weight without dims, which cannot be cut, only one rank has a box."""
-    layouts = [unit.arena.layout for unit in step.placed.units]
-    names = {f"buffer.{name}" for name, _ in _buffers(step.placed)}
-    names |= {f"model.{slot.name}" for layout in layouts for slot in layout.slots}
-    for kind in step.optimizer.state_names:
-        names |= {f"optimizer.{kind}.{slot.name}" for layout in layouts for slot in layout.trained_slots}
-    return names
+    part = step.placed.part
+    if part is None:
+        layouts = [unit.arena.layout for unit in step.placed.units]
+        every = {slot.name for layout in layouts for slot in layout.slots}
+        trained = {slot.name for layout in layouts for slot in layout.trained_slots}
+    else:
+        every = set(part.weights)
+        trained = {name for name, weight in part.weights.items() if weight.trained}
+    names = {f"buffer.{name}" for name, _ in _buffers(step.placed)} | {f"model.{name}" for name in every}
+    return names | {f"optimizer.{kind}.{name}" for kind in step.optimizer.state_names for name in trained}
 
 
 def not_finite(placed: Placed) -> str | None:
@@ -79,14 +84,18 @@ def _box(name: str, piece: Piece, flat: Tensor) -> Box:
     return Box(name, piece.shape, piece.offsets, piece.of(flat))
 
 
-def _buffers(placed: Placed) -> Iterable[tuple[str, Tensor]]:
-    """Persistent buffers; a buffer that is shared comes once."""
+def _buffers(placed: Placed, *, own: bool = False) -> Iterable[tuple[str, Tensor]]:
+    """Persistent buffers; a buffer that is shared comes once. `own`: those that this rank's stages keep right."""
     persistent = {
         f"{path}.{name}" if path else name
         for path, module in placed.model.named_modules()
         for name in torch_private.persistent_buffers(module)
     }
-    return [(name, buffer) for name, buffer in placed.model.named_buffers() if name in persistent]
+    found = [(name, buffer) for name, buffer in placed.model.named_buffers() if name in persistent]
+    part = placed.part
+    if part is None or not own:
+        return found
+    return [(name, buffer) for name, buffer in found if part.home(name.rpartition(".")[0]) == part.worker]
 
 
 def scalars_of(optimizer: Optimizer) -> dict[str, float]:

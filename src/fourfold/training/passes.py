@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fourfold.placement import Placed
-from fourfold.placement.pipe.bundle import Bundle, Looks, gradients
+from fourfold.placement.pipe.bundle import Bundle, Looks, described_length, gradients
 from fourfold.placement.refusals import PlacementError
 from fourfold.placement.rows import share
 from fourfold.randomness import Position
@@ -18,6 +18,10 @@ from fourfold.schedule.action import ACTIVATION, ACTIVATION_GRADIENT, STASH
 from fourfold.training.batch import Batch
 from fourfold.training.loss_value import Loss
 from fourfold.wire import Axis
+
+
+Form = tuple[tuple[int, ...], int]
+"""Of a tensor: its shape, and bytes of an element."""
 
 
 @dataclass
@@ -55,6 +59,8 @@ class Job:
     loss: float = 0.0
     count: float = 0.0
     buffers: dict[Buffer, Kept | Bundle | tuple[Tensor | None, ...]] = field(default_factory=dict)
+    forms: dict[Buffer, list[Form | None]] = field(default_factory=dict)
+    """Of what this rank's stages give one another."""
 
 
 class Passes:
@@ -77,7 +83,8 @@ class Passes:
         computed = rows or range(1)
         made = self.run(stage, rows, Position(self.seed, job.number, computed.start, len(computed)), given)
         if isinstance(made, Bundle):
-            job.buffers[Buffer(ACTIVATION, stage, microbatch)] = made
+            buffer = Buffer(ACTIVATION, stage, microbatch)
+            job.buffers[buffer], job.forms[buffer] = made, [((described_length(made.looks),), 8), *_forms(made.values)]
         else:
             total, count = made
             made = total if len(rows) else total * 0
@@ -121,7 +128,8 @@ class Passes:
         outputs, by = self._ends(kept.made, job.buffers.pop(Buffer(ACTIVATION_GRADIENT, stage + 1, microbatch), None))
         self.placed.backward(outputs, by, stage=stage, last=(stage, microbatch) in job.last)
         if kept.given is not None:
-            job.buffers[Buffer(ACTIVATION_GRADIENT, stage, microbatch)] = gradients(kept.given.values)
+            buffer = Buffer(ACTIVATION_GRADIENT, stage, microbatch)
+            job.buffers[buffer], job.forms[buffer] = gradients(kept.given.values), _forms(kept.given.values, back=True)
 
     def evaluate(self, action: Action) -> None:
         """One stage's forward on the rows of batch number `action.microbatches.start`; nothing is kept."""
@@ -155,3 +163,8 @@ class Passes:
         pairs = zip(made.values, taken, strict=True)
         wanted = [(value, by) for value, by in pairs if by is not None and value.requires_grad]
         return [value for value, _ in wanted], [by for _, by in wanted]
+
+
+def _forms(values: Sequence[Tensor], *, back: bool = False) -> list[Form | None]:
+    """`back`: of their gradients."""
+    return [(tuple(one.shape), one.itemsize) if one.requires_grad or not back else None for one in values]

@@ -83,7 +83,7 @@ def part_of(
         bounds = balanced(estimated(model, line), len(stages), allowed=possible(line))
     else:
         bounds = _said(given, len(stages), [layer.path for layer in line.calls])
-    return Part.of(model, anatomy, line, bounds, stages, worker)
+    return Part.of(model, line, bounds, stages, worker)
 
 
 def _said(cut: tuple[int, ...], stages: int, paths: list[str]) -> tuple[int, ...]:

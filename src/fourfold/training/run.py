@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fourfold.anatomy import survey
@@ -182,7 +181,7 @@ class Run:
     def logical_gradients(self) -> dict[str, Tensor]:
         """Gradients of the last step by logical name, as the optimizer saw them (divided, clipped), on every rank."""
         with self._outside_of_steps():
-            return self.placed.logical(lambda unit: unit.arena.gradient)
+            return self.placed.logical(lambda unit: unit.arena.gradient, trained=True)
 
     @property
     def placed(self) -> Placed:
@@ -240,7 +239,7 @@ class Run:
                 boxes_to_write(step),
                 state,
                 rank=rank,
-                writers=range(self.plan.placement.grid.ranks),
+                writers=self.mesh.first_replica,
                 keep=keep,
             )
         saving = self._saving

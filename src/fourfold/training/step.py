@@ -191,6 +191,13 @@ class Step:
         sizes = [unit.arena.summed.numel() for unit in self.placed.units if unit.arena.layout.trained]
         self.rule.forecast(ledger, sizes, self.placed.units[0].arena.gradient.element_size())
         self._courier.forecast(ledger)
+        if self._shared is not None:
+            self._shared.forecast(ledger)
+        for action in self.program.actions:
+            if action.source == self._pipe.index:
+                buffer = action.reads[0]
+                sent = formulas.message(self.passes.job.forms[buffer])
+                ledger.send(self._pipe.name, buffer.kind, "send", sent)
         holders = self.mesh.replica
         if holders.size > 1 and self.optimizer.options.clip is not None:
             ledger.send(holders.name, "control", "all_gather", formulas.all_gather(holders.size, holders.size * 8))

@@ -10,6 +10,8 @@ from fourfold.wire.errors import RankFailed as RankFailed
 from fourfold.wire.errors import Stalled as Stalled
 from fourfold.wire.errors import UsageError as UsageError
 from fourfold.wire.errors import WireError as WireError
+from fourfold.wire.link import Message as Message
+from fourfold.wire.links import Links as Links
 from fourfold.wire.mesh import Mesh as Mesh
 from fourfold.wire.work import Work as Work
 from fourfold.wire.world import World as World

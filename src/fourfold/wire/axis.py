@@ -274,7 +274,33 @@ class Axis:
     def failed(self, work: Work, error: Exception) -> Exception:
         """What to raise in place of a backend's error."""
         self._under_way.discard(work)
-        where = f"{work.op} {work.number} on axis {self.name} (ranks {', '.join(map(str, self.members))})"
+        return self.failure(f"{work.op} {work.number}", error)
+
+    # ---- for what wire builds on an axis
+
+    @property
+    def channel(self) -> Channel:
+        """The backend's transfers among these ranks.
+
+        Raises:
+            UsageError: the axis has one rank, so that there is nobody to talk to.
+        """
+        if self._channel is None:
+            raise UsageError(f"axis {self.name} has one rank: there is nobody to talk to; keep the tensor instead")
+        return self._channel
+
+    def count(self, op: str, kind: str, nbytes: int) -> int:
+        """Tell ledger and watch of a call that hands `nbytes` over; returns the call's number."""
+        arguments.kind(kind)
+        self.calls += 1
+        self.ledger.send(self.name, kind, op, nbytes)
+        if self.world.watch is not None:
+            self.world.watch.issue(self.ledger.step, self.name, op, self.calls)
+        return self.calls
+
+    def failure(self, what: str, error: Exception) -> Exception:
+        """The error that says who failed in what: the backend's own, if it is wire's, else one made of it."""
+        where = f"{what} on axis {self.name} (ranks {', '.join(map(str, self.members))})"
         reason = str(error) or type(error).__name__
         missing = ""
         if self.world.watch is not None:
@@ -288,14 +314,9 @@ class Axis:
     # ---- inside
 
     def _issue(self, op: str, kind: str, nbytes: int, steps: Steps, rounds: int = 1) -> Work:
-        arguments.kind(kind)
-        self.calls += 1
-        self.ledger.send(self.name, kind, op, nbytes)
-        assert self._channel is not None
-        if self.world.watch is not None:
-            self.world.watch.issue(self.ledger.step, self.name, op, self.calls)
-        driven = self._channel.driven(steps)
-        work = Work(op, kind, nbytes, self.calls, driven, self, rounds if driven is steps else 1)
+        number = self.count(op, kind, nbytes)
+        driven = self.channel.driven(steps)
+        work = Work(op, kind, nbytes, number, driven, self, rounds if driven is steps else 1)
         if not work.done:
             self._under_way.add(work)
         return work

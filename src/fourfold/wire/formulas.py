@@ -10,7 +10,13 @@ of every part. The forms without parts do not enumerate the ranks: an axis of a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from math import prod
+
+MESSAGE_WORDS = 32
+"""64-bit words of a message's header; its table of shapes makes it longer where that does not fit."""
+MESSAGE_FIXED = 4
+"""Of these, the ones before the table."""
 
 
 def shares(count: int, size: int) -> list[int]:
@@ -73,6 +79,15 @@ def reduce(size: int, nbytes: int, index: int = 0, to: int = 0) -> int:
 def send(nbytes: int) -> int:
     """All of it, at the sender; a receive counts nothing."""
     return nbytes
+
+
+def message(forms: Iterable[tuple[Sequence[int], int] | None]) -> int:
+    """A header and the elements, at the sender. `forms`: shape and bytes per element of each tensor; None for none."""
+    table = elements = 0
+    for form in forms:
+        table += 1 if form is None else 2 + len(form[0])
+        elements += 0 if form is None else prod(form[0]) * form[1]
+    return 8 * max(MESSAGE_WORDS, MESSAGE_FIXED + table) + elements
 
 
 def barrier(size: int) -> int:

@@ -92,6 +92,12 @@ class Mesh:
         """The ranks that hold one copy of the weights between them: z, and x, y and pipe if they have more than one."""
         return self.over(*(name for name in ("x", "y", "z", "pipe") if self.sizes[name] > 1 or name == "z"))
 
+    @property
+    def first_replica(self) -> Sequence[int]:
+        """The ranks of the first copy of the weights: those at 0 of `data`."""
+        below = prod(size for name, size in self.sizes.items() if AXES.index(name) < AXES.index("data"))
+        return [rank for rank in range(self.world.size) if rank // below % self.sizes["data"] == 0]
+
     def digest(self) -> int:
         """A running hash of every collective this rank has issued; fits a float64 exactly. Equal on all ranks.
 

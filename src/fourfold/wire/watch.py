@@ -32,7 +32,7 @@ class Sighting(NamedTuple):
         step: the optimizer step it was in.
         issued: collectives it had issued so far, on all axes.
         waiting: it was inside the collective `op` number `number` of `axis`; else it last left or issued it.
-        axis, op, number: which collective.
+        axis, op, number: which collective; number 0 is a wait for a message, of which each rank has its own.
         at: time.monotonic_ns() of the writing; one clock for all processes of a machine.
     """
 
@@ -47,7 +47,8 @@ class Sighting(NamedTuple):
     at: int
 
     def __str__(self) -> str:
-        where = f"{self.op} {self.number} on axis {self.axis}" if self.op else "no collective yet"
+        what = f"{self.op} {self.number}" if self.number else self.op
+        where = f"{what} on axis {self.axis}" if self.op else "no collective yet"
         did = "waits in" if self.waiting else "is not waiting; last:"
         ago = (time.monotonic_ns() - self.at) / 1e9
         return f"rank {self.rank}, step {self.step}, {did} {where} ({ago:.1f} s ago)"

@@ -60,6 +60,11 @@ def described(looks: Looks) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64)
 
 
+def described_length(looks: Looks) -> int:
+    """How many numbers `described` makes."""
+    return 1 + sum(1 + sum(3 + len(look.shape) for look in layer) for layer in looks)
+
+
 def looks_of(description: Tensor) -> Looks:
     """What `described` made numbers of."""
     return tuple(_read(iter(description.tolist())))

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from torch import nn
 
-from fourfold.anatomy import Anatomy
 from fourfold.anatomy.layers import Layers
-from fourfold.anatomy.ties import own_names
+
+
+class Weight(NamedTuple):
+    """A logical weight: its shape, and whether it is trained."""
+
+    shape: tuple[int, ...]
+    trained: bool
 
 
 @dataclass(frozen=True)
@@ -30,23 +36,22 @@ class Part:
     bounds: tuple[int, ...]
     homes: tuple[tuple[int, ...], ...]
     worker: int
-    weights: tuple[str, ...]
+    weights: dict[str, Weight]
     unread: frozenset[str]
 
     @classmethod
     def of(
         cls,
         model: nn.Module,
-        anatomy: Anatomy,
         layers: Layers,
         bounds: Sequence[int],
         homes: Sequence[tuple[int, ...]],
         worker: int,
     ) -> Part:
         """The part of `worker`."""
-        names = tuple(own_names(model).values())
-        read = layers.weights(0, len(layers))
-        return cls(layers, tuple(bounds), tuple(homes), worker, names, frozenset(names) - read)
+        weights = {name: Weight(tuple(one.shape), one.requires_grad) for name, one in model.named_parameters()}
+        unread = frozenset(weights) - layers.weights(0, len(layers))
+        return cls(layers, tuple(bounds), tuple(homes), worker, weights, unread)
 
     @property
     def stages(self) -> tuple[int, ...]:

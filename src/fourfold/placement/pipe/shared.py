@@ -54,6 +54,7 @@ class SharedGradients:
         for one in self._shared:
             for _ in one.holders[1:]:
                 ledger.send(self.axis.name, "gradient", "send", formulas.send(one.gradient.nbytes))
+                ledger.send(self.axis.name, "gradient", "receive", 0)  # counted where it was handed over
 
 
 def _found(part: Part, units: Sequence[Unit]) -> Iterator[_Shared]:

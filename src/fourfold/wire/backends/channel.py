@@ -67,6 +67,10 @@ class Channel(Protocol):
         """From one rank."""
         ...
 
+    def cancel(self) -> None:
+        """Break everything off: whoever waits here is told so, and the channel is of no use any more."""
+        ...
+
 
 class Fabric(Protocol):
     """What connects the ranks of a world: gives channels to groups of them."""

@@ -18,7 +18,10 @@ depend on bucketing. Its reduce-scatter moves the bytes of an all-reduce and is 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -37,8 +40,8 @@ class GlooChannel:
     def __init__(self, group: dist.ProcessGroup, size: int, index: int) -> None:
         self.group, self.size, self.index = group, size, index
         self.native_all_reduce = size == 2  # a + b has the same bits whoever adds
-        self.under_way = 0
-        """Transfers that nobody has waited for to their end."""
+        self.under_way: set[object] = set()
+        """Transfers that nobody has waited for to their end. (A set: threads add and take away without a lock.)"""
         self._slots = 0
 
     def close(self) -> None:
@@ -116,19 +119,29 @@ class GlooChannel:
         """One message."""
         return _Messages(self, [self.group.recv([tensor], source, tag)])
 
+    def cancel(self) -> None:
+        """Close the group's connections; its other ranks see that as the loss of this one.
+
+        Gloo has no other way to wake a thread that waits for a message (its `abort` does nothing): the time-out of one
+        receive closes all connections of the group.
+        """
+        with suppress(RuntimeError):
+            other, never = (self.index + 1) % self.size, _TAGS - 1
+            self.group.recv([torch.empty(1)], other, never).wait(timedelta(milliseconds=1))
+
 
 class _Collective:
     def __init__(self, channel: GlooChannel, work: dist.Work | None) -> None:
         assert work is not None
         self._channel, self._work = channel, work
-        channel.under_way += 1
+        channel.under_way.add(self)
 
     def done(self) -> bool:
         return self._work.is_completed()
 
     def wait(self) -> None:
         self._work.wait()
-        self._channel.under_way -= 1
+        self._channel.under_way.discard(self)
 
 
 class _Messages:
@@ -136,7 +149,7 @@ class _Messages:
 
     def __init__(self, channel: GlooChannel, works: list[dist.Work]) -> None:
         self._channel, self._works = channel, works
-        channel.under_way += 1
+        channel.under_way.add(self)
 
     def done(self) -> bool:
         return not self._works
@@ -145,4 +158,4 @@ class _Messages:
         for work in self._works:
             work.wait()
         self._works = []
-        self._channel.under_way -= 1
+        self._channel.under_way.discard(self)

@@ -91,6 +91,10 @@ class NcclChannel:
         """One message, grouped."""
         return _Enqueued(dist.batch_isend_irecv([self._message(dist.irecv, tensor, source, tag)]))
 
+    def cancel(self) -> None:
+        """NCCL's own abort of the communicator."""
+        self.group.abort()
+
     def _message(self, op: Callable[..., object], tensor: Tensor, rank: int, tag: int = 0) -> dist.P2POp:
         return dist.P2POp(op, tensor, group=self.group, tag=tag, group_peer=rank)
 

@@ -181,6 +181,9 @@ class ThreadChannel:
     def __init__(self, room: Room, key: Hashable, members: tuple[int, ...], rank: int) -> None:
         self.room, self.key, self.members = room, key, members
         self.size, self.index = len(members), members.index(rank)
+        self.cancelled = False
+        self.thread = threading.get_ident()
+        """The rank's own: only it can have the turn."""
         self._signatures: dict[int, str] = {}
         self._slots = 0
 
@@ -251,6 +254,12 @@ class ThreadChannel:
         """Take the oldest letter from the box."""
         return _Letter(self, tensor, source, tag)
 
+    def cancel(self) -> None:
+        """Whoever waits here for a letter waits no longer."""
+        with self.room.changed:
+            self.cancelled = True
+            self.room.changed.notify_all()
+
     def _meeting(self, slot: int, parts: Sequence[Tensor], take: Callable[[list[Post]], object]) -> Pending:
         self.room.post((self.key, slot), self.index, Post(self._signatures[slot], parts), self.size)
         return _Meet(self, slot, self._signatures.pop(slot), take)
@@ -292,8 +301,15 @@ class _Letter:
     def wait(self) -> None:
         room, sender = self._channel.room, self._channel.members[self._source]
         what = f"receive with tag {self._tag} on rank {self._channel.members[self._channel.index]}"
-        with room.aside(), room.changed:
-            room.until(lambda: [] if self._key in room.letters else [sender], what, room.changed)
+
+        def missing() -> list[int]:
+            if self._channel.cancelled:
+                raise WireError(f"{what}: broken off")
+            return [] if self._key in room.letters else [sender]
+
+        own = threading.get_ident() == self._channel.thread
+        with room.aside() if own else nullcontext(), room.changed:
+            room.until(missing, what, room.changed)
             box = room.letters[self._key]
             letter = box.popleft()
             if not box:  # tags may never come again: an empty box for each would stay for ever

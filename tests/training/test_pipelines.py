@@ -1,0 +1,62 @@
+"""A pipeline equals one process: loss, norm, gradients and weights to 1e-12, and every byte is predicted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from plain import Work, assert_equal, gpt, lift_casts, on_threads, serial, stock
+
+
+def plan_of(pipe: int, name: str = "1f1b", microbatches: int = 4, **placement: Any) -> dict[str, Any]:
+    schedule = {"name": name, "microbatches": microbatches}
+    return {"placement": {"pipe": pipe, "precision": "fp64", **placement}, "schedule": schedule}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("pipe", "microbatches"), [(2, 2), (3, 4), (4, 5)])
+def test_our_gpt(pipe: int, microbatches: int, name: str, dropout: float) -> None:
+    work = Work(gpt(dropout))
+    expected = serial(work)
+    for found in on_threads(work, plan_of(pipe, name, microbatches)):
+        assert_equal(found, expected)
+
+
+GRIDS: dict[str, dict[str, Any]] = {
+    "data": {"pipe": 2, "data": 2},
+    "optimizer": {"pipe": 2, "z": 2, "shard": "optimizer"},
+    "gradients": {"pipe": 3, "z": 2, "shard": "gradients"},
+    "parameters": {"pipe": 2, "z": 2, "data": 2, "shard": "parameters"},
+    "recomputed": {"pipe": 3, "z": 2, "shard": "parameters", "recompute": "full"},
+    "selective": {"pipe": 2, "recompute": "selective"},
+    "x": {"pipe": 2, "tensor": {"algorithm": "4d", "x": 2}},
+    "y": {"pipe": 2, "tensor": {"algorithm": "4d", "y": 3}},
+    "x, y, z": {"pipe": 2, "tensor": {"algorithm": "4d", "x": 2, "y": 2, "z": 2}},
+    "1d-sequence": {"pipe": 2, "tensor": {"algorithm": "1d-sequence", "y": 3}},
+}
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_with_the_other_axes(grid: str) -> None:
+    work = Work(gpt(0.2))
+    expected = serial(work)
+    for found in on_threads(work, plan_of(**GRIDS[grid])):
+        assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("cut", [(1, 6), (2, 5), (5, 2), (6, 1)])
+def test_uneven_cuts(cut: tuple[int, ...]) -> None:
+    work = Work(gpt(0.2, tied=False))
+    expected = serial(work)
+    for found in on_threads(work, plan_of(2, cut=cut)):
+        assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_stock_transformers(name: str) -> None:
+    work = Work(stock(name), prepare=lift_casts)
+    expected = serial(work)
+    for found in on_threads(work, plan_of(2)):
+        assert_equal(found, expected)
