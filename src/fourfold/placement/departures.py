@@ -6,6 +6,7 @@ order* are complete; what autograd never finished (weights that this rank's batc
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from fourfold.placement.layout import FROZEN
@@ -31,6 +32,7 @@ class Departures:
             unit.index: [slot.name for slot in unit.arena.layout.slots if slot.group == FROZEN] for unit in units
         }
         self._over: set[int] = set()
+        self._in_flight: Counter[int] = Counter()
         self._leaving: tuple[Unit, ...] = ()
         self._awaits_edge: set[int] = set()
         self._missing: dict[int, set[int]] = {}
@@ -42,12 +44,20 @@ class Departures:
             unit.watch(self._fired)
 
     def expect_edge(self, unit: Unit) -> None:
-        """The unit is complete only once backward has left it (its frozen weights may be needed until then)."""
+        """The unit is complete only once backward has left it (its frozen weights may be needed until then).
+
+        Said in every forward, and true of every later one: several micro-batches may be in flight.
+        """
         self._awaits_edge.add(unit.index)
 
     def begin(self) -> None:
         """A new step: no stage's last backward has begun."""
         self._over.clear()
+        self._in_flight.clear()
+
+    def enter(self, stage: int) -> None:
+        """A micro-batch's forward through a stage begins."""
+        self._in_flight[stage] += 1
 
     def open(self, stage: int, *, last: bool) -> None:
         """A backward of a stage begins. `last`: of that stage in the step.
@@ -60,6 +70,7 @@ class Departures:
         self._missing = {unit.index: set(range(len(unit.arena.layout.trained_slots))) for unit in self._leaving}
         self._complete = {index for index, missing in self._missing.items() if not missing}
         self._last = {unit.index for unit in self._leaving if unit.stages <= self._over}
+        self._in_flight[stage] -= 1
         self._departed, self.active = 0, True
 
     def abandon(self) -> None:
@@ -79,10 +90,10 @@ class Departures:
         """The backward is over: everything departs, arrives, and is announced if the step is complete."""
         self._depart(len(self._leaving))
         self._arrive(None)
-        self._awaits_edge.clear()
         self.active = False
         for unit in self._leaving:
-            unit.free()
+            if not (unit.outer and any(self._in_flight[stage] for stage in unit.stages)):
+                unit.free()
             with without_torch_function():
                 self._refuse_changed(unit)
                 stray = unit.stray()

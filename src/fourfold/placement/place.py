@@ -86,7 +86,8 @@ def place(
         arena = Arena(layout, precision, axis.index, resident=resident, device=device, passengers=passengers)
         arena.fill(fill)
         hold, stages = options.shard == "optimizer", _stages(member, part)
-        units.append(Unit(index, member.name, arena, axis, member.owners, hold=hold, codec=codec, stages=stages))
+        about: dict[str, Any] = {"hold": hold, "codec": codec, "outer": member.outer, "stages": stages}
+        units.append(Unit(index, member.name, arena, axis, member.owners, **about))
     for unit in units:
         unit.install()
     if part is not None:
@@ -97,7 +98,8 @@ def place(
     placed = Placed(model, anatomy, mesh, options, units, events, split, part)
     _wrap_blocks(placed, sorted_, reached(anatomy, trained))
     if part is not None:
-        placed.line = Line(model, part.layers, part.bounds, anatomy.blocks)
+        between = None if split is None else split.takeover.between
+        placed.line = Line(model, part.layers, part.bounds, anatomy.blocks, between)
     answer_state_dict(model, units, None if split is None else split.assembly)
     write_loaded_state(model, units)
     return placed

@@ -119,6 +119,8 @@ class Placed:
             first.start()
         for unit in outer:
             unit.ready()
+        if torch.is_grad_enabled():
+            self.departures.enter(stage)
         with ExitStack() as stack, reads_explained(self.options.shard):
             if self.split is not None:
                 stack.enter_context(self.split.scope.around())
@@ -170,12 +172,14 @@ class Placed:
         """This rank's share of the gradient norm."""
         return norm.partial((segment for unit in self.units for segment in unit.arena.segments()), order)
 
-    def forecast(self, ledger: Ledger, microbatches: int, batches: Sequence[Mapping[str, Tensor]] = ()) -> None:
+    def forecast(
+        self, ledger: Ledger, passes: Sequence[traffic.Pass], batches: Sequence[Mapping[str, Tensor]] = ()
+    ) -> None:
         """Add the bytes of one step, by formula.
 
         Args:
             ledger: to add to.
-            microbatches: in a step.
+            passes: of this rank in a step, in their order.
             batches: this rank's rows of each, on which the traffic of cut features depends.
 
         Exact where every block runs in every micro-batch; where the model leaves blocks out (LayerDrop, on all ranks
@@ -183,15 +187,19 @@ class Placed:
         """
         parts = self.mesh["z"].size
         itemsize = torch.empty(0, dtype=self.units[0].arena.precision.message).element_size()
-        kept = self.inner[-1] if self.inner else None
+        kept = self.inner[-1] if self.inner and (self.part is None or self.part.ends) else None
         shipments = [
             traffic.Shipment(
-                unit.arena.layout, last=unit is kept, outer=unit in self.outer, reached=unit in self.reached
+                unit.arena.layout,
+                last=unit is kept,
+                outer=unit in self.outer,
+                reached=unit in self.reached,
+                stages=unit.stages,
             )
             for unit in self.units
             if unit.axis.size == parts
         ]
-        about: dict[str, Any] = {"shard": self.options.shard, "microbatches": microbatches, "ledger": ledger}
+        about: dict[str, Any] = {"shard": self.options.shard, "passes": passes, "ledger": ledger}
         traffic.weights(shipments, parts, itemsize=itemsize, **about)
         traffic.gradients(shipments, parts, payload=self.units[0].payload, **about)
         if self.split is not None:
@@ -203,6 +211,7 @@ class Placed:
             axis = self.statistics.axis
             trained = [name for name, weight in self.model.named_parameters() if weight.requires_grad]
             sent = traffic.exchanges(norms, axis.size, recomputed=twice, trained=trained)
+            microbatches = sum(one.forward for one in passes)
             traffic.statistics(sent, axis, microbatches=microbatches, ledger=ledger)
 
     def _scope(self) -> batch_norm.Scope:

@@ -17,6 +17,18 @@ from fourfold.placement.layout import Layout
 from fourfold.wire import Axis, formulas
 
 
+class Pass(NamedTuple):
+    """A forward or a backward of one micro-batch through one stage."""
+
+    forward: bool
+    stage: int = 0
+
+
+def accumulated(microbatches: int) -> list[Pass]:
+    """One micro-batch after the other, forward and backward, on one worker."""
+    return [Pass(True), Pass(False)] * microbatches
+
+
 @dataclass(frozen=True)
 class Shipment:
     """What of a unit travels.
@@ -24,23 +36,36 @@ class Shipment:
     Attributes:
         layout: its arena.
         last: it holds the last block: backward begins with it, so its weights are not gathered again.
-        outer: it lies before or after the blocks: gathered once a micro-batch and kept through backward.
+        outer: it lies before or after the blocks: kept while a micro-batch is in flight.
         reached: backward comes to it; where it does not, nothing is gathered for it.
+        stages: the pipeline stages that read it.
     """
 
     layout: Layout
     last: bool = False
     outer: bool = False
     reached: bool = True
+    stages: frozenset[int] = frozenset({0})
 
-    @property
-    def gathers(self) -> int:
-        """How often it is gathered in a micro-batch, where it does not rest whole: in forward, and for backward."""
-        return 2 if self.reached and not (self.last or self.outer) else 1
+    def gathers(self, passes: Iterable[Pass]) -> int:
+        """How often it is gathered in a step of these passes, where it does not rest whole."""
+        count, in_flight, here = 0, 0, False
+        for one in passes:
+            if one.stage not in self.stages:
+                continue
+            in_flight += 1 if one.forward else -1
+            if not here and (one.forward or (self.reached and not self.outer)):
+                count += 1
+            here = (self.outer and in_flight > 0) or (self.last and one.forward)
+        return count
+
+    def leaves(self, passes: Iterable[Pass]) -> int:
+        """How often its gradient leaves in a step of these passes, where it is not held until the end."""
+        return sum(not one.forward and one.stage in self.stages for one in passes)
 
 
 def weights(
-    shipments: Sequence[Shipment], axis: int, *, shard: str, microbatches: int, itemsize: int, ledger: Ledger
+    shipments: Sequence[Shipment], axis: int, *, shard: str, passes: Sequence[Pass], itemsize: int, ledger: Ledger
 ) -> None:
     """Weight traffic over z in one step: gathers for use (parameters) or one refresh after the update."""
     for shipment in shipments:
@@ -48,7 +73,7 @@ def weights(
         if axis == 1 or shard == "none":
             continue
         if shard == "parameters":
-            calls = microbatches * shipment.gathers
+            calls = shipment.gathers(passes)
             nbytes = formulas.all_gather(axis, layout.gathered * itemsize)
         else:
             calls = 1 if layout.trained else 0
@@ -62,11 +87,11 @@ def gradients(
     axis: int,
     *,
     shard: str,
-    microbatches: int,
+    passes: Sequence[Pass],
     payload: Callable[[int], int],
     ledger: Ledger,
 ) -> None:
-    """Gradient traffic over z in one step: one scatter a micro-batch, or one a step where gradients are held.
+    """Gradient traffic over z in one step: one scatter a backward, or one a step where gradients are held.
 
     Args:
         payload: bytes that so many elements become on the wire.
@@ -75,7 +100,7 @@ def gradients(
         layout = shipment.layout
         if axis == 1 or not layout.trained:
             continue
-        calls = 1 if shard == "optimizer" else microbatches
+        calls = 1 if shard == "optimizer" else shipment.leaves(passes)
         nbytes = formulas.reduce_scatter(axis, payload(layout.trained) * layout.parts)
         ledger.send("z", "gradient", "reduce_scatter", calls * nbytes, calls)
 

@@ -46,6 +46,7 @@ class Unit:
         hold: gradients stay whole on every rank until the last micro-batch (level optimizer), so that accumulation
             costs no traffic.
         codec: the form in which gradients cross; None: as the message's type.
+        outer: it lies before or after the blocks, which bring their own weights in.
         stages: the pipeline stages that read its weights.
         hidden: the full weights are not here, or not up to date, and the parameters know it (`freed.Freed`).
     """
@@ -57,6 +58,7 @@ class Unit:
     owners: dict[str, tuple[Owner, ...]]
     hold: bool
     codec: Codec | None = None
+    outer: bool = False
     stages: frozenset[int] = frozenset({0})
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     pins: int = 0

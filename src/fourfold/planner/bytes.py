@@ -49,7 +49,7 @@ def count(
     def payload(elements: int) -> int:
         return coded.wire_bytes(elements, parcels[0].master) if coded else elements * parcels[0].message
 
-    about: dict[str, Any] = {"shard": placement.shard, "microbatches": microbatches, "ledger": ledger}
+    about: dict[str, Any] = {"shard": placement.shard, "passes": traffic.accumulated(microbatches), "ledger": ledger}
     traffic.weights(shipments, placement.z, itemsize=parcels[0].message, **about)
     traffic.gradients(shipments, placement.z, payload=payload, **about)
     everyone = cast("Any", Seat("z+data", placement.parts, 0))

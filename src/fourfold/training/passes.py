@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fourfold.placement import Placed
-from fourfold.placement.pipe.bundle import Bundle, Looks, described_length, gradients
+from fourfold.placement.pipe.bundle import Bundle, gradients
 from fourfold.placement.refusals import PlacementError
 from fourfold.placement.rows import share
 from fourfold.randomness import Position
@@ -18,7 +18,6 @@ from fourfold.schedule.action import ACTIVATION, ACTIVATION_GRADIENT, STASH
 from fourfold.training.batch import Batch
 from fourfold.training.loss_value import Loss
 from fourfold.wire import Axis
-
 
 Form = tuple[tuple[int, ...], int]
 """Of a tensor: its shape, and bytes of an element."""
@@ -84,7 +83,7 @@ class Passes:
         made = self.run(stage, rows, Position(self.seed, job.number, computed.start, len(computed)), given)
         if isinstance(made, Bundle):
             buffer = Buffer(ACTIVATION, stage, microbatch)
-            job.buffers[buffer], job.forms[buffer] = made, [((described_length(made.looks),), 8), *_forms(made.values)]
+            job.buffers[buffer], job.forms[buffer] = made, [((made.words,), 8), *_forms(made.values)]
         else:
             total, count = made
             made = total if len(rows) else total * 0
@@ -112,19 +111,18 @@ class Passes:
                 return self.loss(self.placed.model, inputs)
             return self.placed.line.run(stage, lambda: self.loss(self.placed.model, inputs), given)
 
-    def bundle(self, stage: int, looks: Looks, values: Sequence[Tensor | None]) -> Bundle:
+    def bundle(self, stage: int, description: Tensor, values: Sequence[Tensor]) -> Bundle:
         """What stage `stage` gave, as it has come from another rank."""
         assert self.placed.line is not None
-        crossing = self.placed.line.crossing(stage + 1)
-        wanted = (looks[layer][leaf].grad for layer, leaf in crossing)
-        pairs = zip(values, wanted, strict=True)
-        return Bundle(tuple(value.requires_grad_(grad) for value, grad in pairs if value is not None), looks)
+        return Bundle.of(description, values, self.placed.line.crossing(stage + 1))
 
     def backward(self, action: Action) -> None:
         """Gives the stage before the gradients of what it gave."""
         job, stage, microbatch = self.job, action.stage, action.microbatches.start
         kept = job.buffers.pop(Buffer(STASH, stage, microbatch))
         assert isinstance(kept, Kept)
+        if self.placed.line is not None and (bundle := kept.given or kept.made) and isinstance(bundle, Bundle):
+            self.placed.line.resume(bundle)
         outputs, by = self._ends(kept.made, job.buffers.pop(Buffer(ACTIVATION_GRADIENT, stage + 1, microbatch), None))
         self.placed.backward(outputs, by, stage=stage, last=(stage, microbatch) in job.last)
         if kept.given is not None:

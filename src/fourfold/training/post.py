@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fourfold.placement.pipe.bundle import Bundle, described, looks_of
+from fourfold.placement.pipe.bundle import Bundle
 from fourfold.schedule import Action
 from fourfold.schedule.action import ACTIVATION
 from fourfold.training.passes import Passes
@@ -28,7 +28,7 @@ class Post:
         buffer = move.reads[0]
         content = self._passes.job.buffers.pop(buffer)
         if isinstance(content, Bundle):
-            content = (described(content.looks), *(value.detach() for value in content.values))
+            content = (content.described(), *(value.detach() for value in content.values))
         assert isinstance(content, tuple)
         self._links.send(move.worker, number, content, buffer.kind)
 
@@ -44,7 +44,6 @@ class Post:
         """Make it the buffer that the move writes."""
         buffer = move.writes[0]
         if buffer.kind == ACTIVATION:
-            description, *values = content
-            assert description is not None
-            content = self._passes.bundle(buffer.stage, looks_of(description), values)
+            description, *values = [tensor for tensor in content if tensor is not None]
+            content = self._passes.bundle(buffer.stage, description, values)
         self._passes.job.buffers[buffer] = content

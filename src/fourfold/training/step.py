@@ -14,6 +14,7 @@ from fourfold.ledger import Ledger
 from fourfold.placement import Placed, norm
 from fourfold.placement.pipe.shared import SharedGradients
 from fourfold.placement.rows import share
+from fourfold.placement.traffic import Pass
 from fourfold.plan import Rule
 from fourfold.schedule import Action, Body, Inline, Machine, Program, Ranks, drive
 from fourfold.schedule.action import BACKWARD, FORWARD, UPDATE
@@ -187,7 +188,9 @@ class Step:
     def forecast(self) -> Ledger:
         """The bytes that this rank will hand over in one step like the last one, by the formulas beside the code."""
         ledger = Ledger(rank=self.ledger.rank)
-        self.placed.forecast(ledger, self.microbatches, self._shapes() if self.placed.split is not None else ())
+        own = [action for action in self.program.actions if self._is_own(action)]
+        passes = [Pass(one.kind == FORWARD, one.stage) for one in own if one.kind in (FORWARD, BACKWARD)]
+        self.placed.forecast(ledger, passes, self._shapes() if self.placed.split is not None else ())
         sizes = [unit.arena.summed.numel() for unit in self.placed.units if unit.arena.layout.trained]
         self.rule.forecast(ledger, sizes, self.placed.units[0].arena.gradient.element_size())
         self._courier.forecast(ledger)

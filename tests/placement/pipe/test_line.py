@@ -19,7 +19,7 @@ from fourfold.anatomy.layers import INSIDE, Layers, Value, layers
 from fourfold.models.convnet import Config as ConvConfig
 from fourfold.models.convnet import ConvNet
 from fourfold.models.gpt import GPT, Config
-from fourfold.placement.pipe.bundle import Bundle, described, gradients, looks_of
+from fourfold.placement.pipe.bundle import Bundle, gradients
 from fourfold.placement.pipe.line import Line
 from fourfold.placement.refusals import PlacementError
 from fourfold.training.losses.cross_entropy import cross_entropy
@@ -66,9 +66,10 @@ def in_stages(model: nn.Module, loss: Loss, batch: dict[str, Tensor], bounds: li
             result = gates.run(number, lambda mine=mine: loss(mine, batch), given)
         kept.append((given, result))
         if isinstance(result, Bundle):
-            looks = looks_of(described(result.looks))
-            assert looks == result.looks
-            given = result.detached()._replace(looks=looks)
+            words = result.described()
+            assert words.numel() == result.words
+            given = Bundle.of(words, [value.detach() for value in result.values], line.crossing(bounds[number + 1]))
+            assert given.looks == result.looks
     total = kept[-1][1][0]
     total.backward()
     back = gradients(kept[-1][0].values) if kept[-1][0] is not None else ()

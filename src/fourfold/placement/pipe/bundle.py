@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,34 +40,61 @@ class Bundle(NamedTuple):
         values: the tensors that cross, in the order of `Layers.crossing`.
         looks: of the results of all layers before the cut: the model's own code, which runs again behind it, asks
             stand-ins for their shapes.
+        extents: by what a tensor grid deals the micro-batch (`tensor.between`).
     """
 
     values: tuple[Tensor, ...]
     looks: Looks
+    extents: tuple[int, ...] = ()
 
     def detached(self) -> Bundle:
         """The same values as beginnings of a graph of their own."""
         return self._replace(values=tuple(value.detach().requires_grad_(value.requires_grad) for value in self.values))
 
+    def described(self) -> Tensor:
+        """All but the values as whole numbers, int64, so that it can cross."""
+        numbers = [len(self.extents), *self.extents, len(self.looks)]
+        for layer in self.looks:
+            numbers.append(len(layer))
+            for look in layer:
+                numbers += (DTYPES.index(look.dtype), look.grad, len(look.shape), *look.shape)
+        return torch.tensor(numbers, dtype=torch.int64)
 
-def described(looks: Looks) -> Tensor:
-    """Looks as whole numbers, int64, so that they can cross."""
-    numbers = [len(looks)]
-    for layer in looks:
-        numbers.append(len(layer))
-        for look in layer:
-            numbers += (DTYPES.index(look.dtype), look.grad, len(look.shape), *look.shape)
-    return torch.tensor(numbers, dtype=torch.int64)
+    @property
+    def words(self) -> int:
+        """How many numbers `described` makes."""
+        return 2 + len(self.extents) + sum(1 + sum(3 + len(look.shape) for look in layer) for layer in self.looks)
+
+    @classmethod
+    def of(cls, description: Tensor, values: Sequence[Tensor], crossing: Sequence[tuple[int, int]]) -> Bundle:
+        """What has come: which values, by (layer, leaf), stands in `crossing`."""
+        numbers = iter(description.tolist())
+        extents = tuple(next(numbers) for _ in range(next(numbers)))
+        looks = tuple(_read(numbers))
+        pairs = zip(values, crossing, strict=True)
+        taken = (value.requires_grad_(looks[layer][leaf].grad) for value, (layer, leaf) in pairs)
+        return cls(tuple(taken), looks, extents)
 
 
-def described_length(looks: Looks) -> int:
-    """How many numbers `described` makes."""
-    return 1 + sum(1 + sum(3 + len(look.shape) for look in layer) for layer in looks)
+class _Given(torch.autograd.Function):
+    """What came, as if made here: backward has left what reads it when its gradient is there, and it may be changed."""
+
+    @staticmethod
+    def forward(value: Tensor) -> Tensor:
+        return value.detach()
+
+    @staticmethod
+    def setup_context(context: Any, inputs: Any, output: Tensor) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
-def looks_of(description: Tensor) -> Looks:
-    """What `described` made numbers of."""
-    return tuple(_read(iter(description.tolist())))
+def given(value: Tensor) -> Tensor:
+    """A value as a stage's layers get it."""
+    return _Given.apply(value) if value.requires_grad else value  # type: ignore[no-any-return]
 
 
 def _read(numbers: Iterator[int]) -> Iterator[tuple[Look, ...]]:

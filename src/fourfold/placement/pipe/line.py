@@ -19,7 +19,9 @@ from fourfold import randomness
 from fourfold.anatomy.layers import Layers, Value
 from fourfold.anatomy.nest import replaced, tensors
 from fourfold.placement.pipe.bundle import Bundle, Look
+from fourfold.placement.pipe.bundle import given as entered
 from fourfold.placement.refusals import PlacementError
+from fourfold.placement.tensor.between import Between
 from fourfold.placement.uncopied import Uncopied
 
 Result = TypeVar("Result")
@@ -32,7 +34,14 @@ class _Left(BaseException):
 class Line(Uncopied):
     """A model's layers as gates: each knows, while a stage runs, whether it is that stage's."""
 
-    def __init__(self, model: nn.Module, layers: Layers, bounds: Sequence[int], blocks: Sequence[str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Layers,
+        bounds: Sequence[int],
+        blocks: Sequence[str],
+        between: Between | None = None,
+    ) -> None:
         """Take over the forwards of the layers' modules.
 
         Args:
@@ -40,7 +49,9 @@ class Line(Uncopied):
             layers: of the model.
             bounds: stage s has layers bounds[s] … bounds[s + 1] - 1.
             blocks: paths of the layers whose dropouts have scopes of their own.
+            between: deals the rows or the time of a model whose features are cut.
         """
+        self.between = between
         self.layers, self.bounds = layers, tuple(bounds)
         self._crossing = [layers.crossing(bound) for bound in self.bounds]
         self._blocks = frozenset(blocks)
@@ -75,9 +86,11 @@ class Line(Uncopied):
         """
         first = stage == 0
         assert (given is None) == first
-        values = () if given is None else given.values
+        values = () if given is None else map(entered, given.values)
         self._given: dict[Value, Tensor] = dict(zip(self._crossing[stage], values, strict=True))
         self._looks: list[tuple[Look, ...]] = [] if given is None else list(given.looks)
+        if given is not None:
+            self.resume(given)
         self._made: dict[Value, Tensor] = {}
         self._number, self._stage = 0, stage
         try:
@@ -92,7 +105,13 @@ class Line(Uncopied):
 
     def _bundle(self, cut: int) -> Bundle:
         known = self._given | self._made
-        return Bundle(tuple(known[value] for value in self._crossing[cut]), tuple(self._looks))
+        extents = () if self.between is None else self.between.extents()
+        return Bundle(tuple(known[value] for value in self._crossing[cut]), tuple(self._looks), extents)
+
+    def resume(self, bundle: Bundle) -> None:
+        """The micro-batch that this is of is computed, or computed again, from now on."""
+        if self.between is not None:
+            self.between.resume(bundle.extents)
 
     def _forward(self, path: str, module: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._stage is None or self._inside:

@@ -112,6 +112,14 @@ class Between(ABC):
     def remember(self, dealing: Dealing, whole: Run) -> dict[str, randomness.Window]:
         """After a rehearsal: how what was seen is dealt; by site, of which part of the rows a dropout is."""
 
+    def extents(self) -> tuple[int, ...]:
+        """By what the micro-batch being computed is dealt, as the first block found it."""
+        return ()
+
+    def resume(self, extents: tuple[int, ...]) -> None:
+        """A part of the model runs that does not begin with the first block, or backward of an earlier forward."""
+        assert not extents
+
     def exchange(self, inner: Axis, features: int) -> Exchange:
         """How tokens reach experts.
 

@@ -91,6 +91,14 @@ class Way(Between):
         """One row has none to deal."""
         return {name: torch.cat([tensor] * grid.y) for name, tensor in batch.items()}
 
+    def extents(self) -> tuple[int, ...]:
+        """Rows."""
+        return (self.cube.rows,)
+
+    def resume(self, extents: tuple[int, ...]) -> None:
+        """Set what `extents` gave."""
+        (self.cube.rows,) = extents
+
     def siblings(self, linear: Linear, modules: Sequence[nn.Module], about: Mapping[str, Any]) -> Siblings:
         """Linears of blocks gather rows and scatter their sums."""
         if self.block_of(linear.module) is None or linear.role == "reducing":

@@ -117,6 +117,14 @@ class Way(Between):
         super().__init__(mesh, dealing)
         self.time = Time(mesh["y"])
 
+    def extents(self) -> tuple[int, ...]:
+        """Rows and time steps."""
+        return self.time.rows, self.time.steps
+
+    def resume(self, extents: tuple[int, ...]) -> None:
+        """Set what `extents` gave."""
+        self.time.rows, self.time.steps = extents
+
     def siblings(self, linear: Linear, modules: Sequence[nn.Module], about: Mapping[str, Any]) -> Siblings:
         """Gathers and scatters of time are the sums over y."""
         block, nobody = self.block_of(linear.module), self.axis(None)
