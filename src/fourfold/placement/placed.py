@@ -17,13 +17,15 @@ from fourfold.placement import batch_norm, norm, traffic
 from fourfold.placement.block import Block
 from fourfold.placement.departures import Departures
 from fourfold.placement.piece import Piece
+from fourfold.placement.pipe.dry import sent
 from fourfold.placement.pipe.gathering import filled, spread, spread_buffers
 from fourfold.placement.pipe.line import Line
 from fourfold.placement.pipe.part import Part
 from fourfold.placement.refusals import reads_explained
 from fourfold.placement.seats import Seats
+from fourfold.placement.tensor.between import Between
 from fourfold.placement.tensor.kernels import Choice
-from fourfold.placement.tensor.split import Split
+from fourfold.placement.tensor.split import Split, Staged
 from fourfold.placement.unit import Unit
 from fourfold.plan import Events, Placement
 from fourfold.wire import Mesh
@@ -203,7 +205,8 @@ class Placed:
         traffic.weights(shipments, parts, itemsize=itemsize, **about)
         traffic.gradients(shipments, parts, payload=self.units[0].payload, **about)
         if self.split is not None:
-            self.split.forecast(ledger, batches, recompute=self.options.recompute == "full")
+            recompute, staged = self.options.recompute == "full", None if self.part is None else self._staged
+            self.split.forecast(ledger, batches, recompute=recompute, staged=staged)
         if self.statistics is not None:
             modules = dict(self.model.named_modules())
             norms = [norm for norm in self.anatomy.batch_norms if batch_norm.takes_statistics(modules[norm.module])]
@@ -213,6 +216,13 @@ class Placed:
             sent = traffic.exchanges(norms, axis.size, recomputed=twice, trained=trained)
             microbatches = sum(one.forward for one in passes)
             traffic.statistics(sent, axis, microbatches=microbatches, ledger=ledger)
+
+    def _staged(self, model: nn.Module, between: Between) -> Staged:
+        """Runs a dry twin of the split model stage by stage; what this rank's stages send is told."""
+        part = self.part
+        assert part is not None
+        line = Line(model, part.layers, part.bounds, self.anatomy.blocks, between)
+        return lambda whole, ledger: sent(line, whole, ledger, part.stages)
 
     def _scope(self) -> batch_norm.Scope:
         def again() -> bool:

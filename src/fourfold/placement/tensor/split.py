@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold import randomness
 from fourfold.anatomy import Anatomy
-from fourfold.ledger import Ledger
+from fourfold.ledger import Flow, Ledger, Traffic
 from fourfold.placement.refusals import PlacementError
 from fourfold.placement.tensor import rehearsal, resplit, rowwise
 from fourfold.placement.tensor.assembly import Assembly
@@ -30,6 +30,9 @@ from fourfold.placement.tensor.tuning import Tuning
 from fourfold.plan.grid import Grid
 from fourfold.wire import Axis, Mesh
 from fourfold.wire.dry import dry_mesh
+
+Staged = Callable[[Callable[[], tuple[Tensor, object]], Ledger], Mapping[Flow, Traffic]]
+"""Runs a model stage by stage: what runs it whole, and the ledger that it counts in, to the traffic of some stages."""
 
 
 @dataclass
@@ -136,12 +139,21 @@ class Split:
                 "these ranks say what and where. Leave out plan.placement.tensor"
             )
 
-    def forecast(self, ledger: Ledger, batches: Sequence[Mapping[str, Tensor]], *, recompute: bool) -> None:
+    def forecast(
+        self,
+        ledger: Ledger,
+        batches: Sequence[Mapping[str, Tensor]],
+        *,
+        recompute: bool,
+        staged: Callable[[nn.Module, Between], Staged] | None = None,
+    ) -> None:
         """Add what this rank sends over x and y in a step, by running it dry: shapes decide, and formulas count.
 
         Args:
             batches: of every micro-batch (values do not matter).
             recompute: blocks are computed again in backward.
+            staged: makes of a model what runs it stage by stage, and tells what those of this rank sent; None: it is
+                this rank's as a whole.
         """
         real = self._stage.kind == "real"  # there a router may find other experts in other rows
         kinds = [
@@ -157,11 +169,29 @@ class Split:
                     block = model.get_submodule(path)
                     block.forward = partial(checkpoint, block.forward, use_reentrant=False)
                 split.watch_partial(dict(model.named_parameters()))
-                with split.scope.around():
-                    total, _ = stage.loss(model, stage.inputs())
-                total.backward()
-            for flow, traffic in once.traffic().items():
+                sent = self._sent(split, model, stage, once, staged)
+            for flow, traffic in sent.items():
                 ledger.send(*flow, traffic.bytes * times, calls=traffic.calls * times)
+
+    @staticmethod
+    def _sent(
+        split: Split,
+        model: nn.Module,
+        stage: Stage,
+        once: Ledger,
+        staged: Callable[[nn.Module, Between], Staged] | None,
+    ) -> Mapping[Flow, Traffic]:
+        """By a forward and a backward of one micro-batch."""
+
+        def whole() -> tuple[Tensor, object]:
+            with split.scope.around():
+                return stage.loss(model, stage.inputs())
+
+        if staged is not None:
+            return staged(model, split.takeover.between)(whole, once)
+        total, _ = whole()
+        total.backward()
+        return once.traffic()
 
     @property
     def example(self) -> Mapping[str, Tensor]:
