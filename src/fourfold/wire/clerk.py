@@ -4,61 +4,47 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
 Job = Callable[[], None]
 
-LINGER = 1.0
-"""Seconds without a job after which the thread ends: one whose owner was forgotten does not keep the process alive."""
-
 
 class Clerk:
-    """Does jobs in the order in which they are given. The thread begins with the first job.
+    """Does jobs in the order in which they are given; they deal with their own exceptions. For one owner's thread.
 
-    Jobs deal with their own exceptions.
+    The thread begins with the first job. It is a daemon: gloo may leave it in a wait that nothing can end.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._left = 0
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._given = self._finished = 0
 
     @property
     def busy(self) -> bool:
         """A job that was given is not done."""
-        return self._left > 0
+        return self._given > self._finished
 
     def give(self, job: Job) -> None:
         """Returns at once."""
-        with self._lock:
-            self._left += 1
-            self._jobs.put(job)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=self.name)
-                self._thread.start()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
+            self._thread.start()
+        self._given += 1
+        self._jobs.put(job)
 
-    def close(self) -> None:
-        """Return when every job is done and the thread has ended."""
-        thread = self._thread
-        if thread is not None:
-            self._jobs.put(None)
-            thread.join()
+    def close(self, within: float | None = None) -> None:
+        """Return when every job is done and the thread has ended, or after so many seconds."""
+        if self._thread is None:
+            return
+        self._jobs.put(None)
+        self._thread.join(within)
+        if not self._thread.is_alive():
+            self._thread, self._jobs = None, SimpleQueue()
 
     def _serve(self) -> None:
-        while True:
-            try:
-                job = self._jobs.get(timeout=LINGER)
-            except Empty:
-                job = None
-            if job is not None:
-                job()
-                del job  # and with it, all that it holds: the next one may be long in coming
-                with self._lock:
-                    self._left -= 1
-                continue
-            with self._lock:
-                if not self._left:
-                    self._thread = None
-                    return
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job  # and with it all that it holds: the next one may be long in coming
+            self._finished += 1

@@ -85,7 +85,7 @@ class Sending:
     def finish(self) -> None:
         """Wait for the transfers and let go of the tensors. For whoever may block."""
         try:
-            for part in self._pending:
+            for part in reversed(self._pending):  # they go in order: mostly one wait, not one a part
                 part.wait()
         except Exception as error:
             self._error = error
@@ -141,10 +141,10 @@ class Link:
             self.awaited += count
             self._coming.give(partial(self._take, count))
 
-    def close(self) -> None:
-        """Return when all has come and gone, and both threads have ended."""
-        self._leaving.close()
-        self._coming.close()
+    def close(self, within: float | None = None) -> None:
+        """Return when all has come and gone and both threads have ended, or (each) after so many seconds."""
+        self._leaving.close(within)
+        self._coming.close(within)
 
     # ---- in the threads
 

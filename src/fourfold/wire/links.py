@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
@@ -12,6 +13,9 @@ from torch import Tensor
 from fourfold.wire.axis import Axis
 from fourfold.wire.errors import UsageError
 from fourfold.wire.link import Link, Lost, Message, Sending
+
+SETTLE = 1.0
+"""Seconds in which what is under way may come to its end when links are broken off."""
 
 
 class Links:
@@ -111,11 +115,16 @@ class Links:
             self._taken(self._arrivals.get())
 
     def break_off(self) -> None:
-        """End the threads, whatever they wait for."""
-        if any(link.busy for link in self._links.values()):
-            self.axis.channel.cancel()
-        for link in self._links.values():
-            link.close()
+        """End the threads, whatever they wait for; what can still come or go by itself may do so first.
+
+        Gloo tells nobody of a transfer that is cut off in the middle: a thread that waits for one is left behind.
+        """
+        for cancels in (False, True):
+            if cancels and any(link.busy for link in self._links.values()):
+                self.axis.channel.cancel()
+            ends = time.monotonic() + SETTLE
+            for link in self._links.values():
+                link.close(within=max(0.0, ends - time.monotonic()))
 
     def _link(self, peer: int) -> Link:
         link = self._links.get(peer)

@@ -30,6 +30,8 @@ from fourfold.wire.work import Pending, Steps
 
 _TAGS = 1 << 30
 """Tags below are users' messages', tags from here on are slots."""
+CLOSING = 1000
+"""How often, a millisecond each, a connection that is to be closed may be busy."""
 
 
 class GlooChannel:
@@ -122,12 +124,19 @@ class GlooChannel:
     def cancel(self) -> None:
         """Close the group's connections; its other ranks see that as the loss of this one.
 
-        Gloo has no other way to wake a thread that waits for a message (its `abort` does nothing): the time-out of one
-        receive closes all connections of the group.
+        Gloo has no other way to wake a thread that waits for a message (its `abort` does nothing): a receive that
+        reaches its time-out closes the connections of its group. One is posted again and again, until it is refused
+        because the connection is closed. A thread that waits for a transfer which has begun is not woken, neither here
+        nor at its other end (gloo tells only of those that have not).
         """
-        with suppress(RuntimeError):
-            other, never = (self.index + 1) % self.size, _TAGS - 1
-            self.group.recv([torch.empty(1)], other, never).wait(timedelta(milliseconds=1))
+        for other in range(self.size):
+            for _ in range(CLOSING if other != self.index else 0):
+                try:
+                    work = self.group.recv([torch.empty(1)], other, _TAGS - 1)
+                except RuntimeError:
+                    break
+                with suppress(RuntimeError):
+                    work.wait(timedelta(milliseconds=1))
 
 
 class _Collective:
