@@ -31,7 +31,8 @@ def squeezed(shape: Shape, starts: Callable[[int], Starts]) -> Iterator[Action]:
     """Yield every piece as early as its inputs allow while no stage holds more than in the block.
 
     What the block holds of a stage is counted twice: what waits for a backward of the input, and what waits for one of
-    the weight. Of the pieces that are ready, those of the weight come last, and the others in the block's sequence.
+    the weight. Of the pieces that are ready, forwards and backwards of the input go first, in the block's sequence,
+    then backwards of the weight, the oldest micro-batch's first.
     """
     every = range(shape.microbatches)
     start: dict[Piece, int] = {}
@@ -46,8 +47,13 @@ def squeezed(shape: Shape, starts: Callable[[int], Starts]) -> Iterator[Action]:
             held = -((start[F, stage, 0] - start[end, stage, 0] - 1) // PERIOD)
             for k in every[held:]:
                 holds.setdefault((F, stage, k), []).append((end, stage, k - held))
+
+    def rank(piece: Piece) -> tuple[int, ...]:
+        kind, stage, microbatch = piece
+        return (1, microbatch, -stage) if kind == W else (0, start[piece])
+
     work = Work(shape)
-    for worker, line in enumerate(greedy(workers, lambda piece: (piece[0] == W, start[piece]), holds)):
+    for worker, line in enumerate(greedy(workers, rank, holds)):
         yield from work.laid(worker, line)
 
 

@@ -9,8 +9,8 @@
 
 Chimera (Li and Hoefler 2021, section 3). The even micro-batches run down the workers, the odd ones up, through a second
 copy of every stage; the gradients of both copies are summed before either is updated. Groups of p micro-batches follow
-one another directly: a worker holds p / 2 + 1 (the outer ones) to p (the middle ones) of them. For m = p the makespan
-is p (t_f + t_b) + (p - 2) t_b, with equal times and p | m it is (m + p / 2 - 1) (t_f + t_b).
+one another directly: a worker holds p / 2 + 1 (the outer ones) to p (the middle ones) of them. Where p | m and a
+backward is no shorter than a forward, the makespan exceeds the work by (p - 2)(t_b + (m / p - 1)(t_b - t_f)).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@
 DualPipe (DeepSeek-AI 2024, "DeepSeek-V3 technical report", section 3.2.1). The even micro-batches run down the workers,
 the odd ones up, through a second copy of every stage; the gradients of both copies are summed before either is updated.
 The paper overlaps what one of a pair sends with what the other computes; here a pair is the forward and, right after
-it, the backward. A worker holds at most p + 1 micro-batches.
+it, the backward. So the makespan exceeds the work by (p / 2 - 1)(T_F + T_I - T_W); a worker holds p + 1 micro-batches.
 """  # noqa: E501 (a drawing)
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 1 | .    F1.0 F2.0 F1.1 F2.1 F1.2 B2.0 --   F2.2 B1.0 --   F1.3 B2.1 --   F2.3 B1.1 --   B2.2 --   B1.2 --   I2.3 I1.3 W2.3 W1.3 U    U
 ```
 
-DualPipeV (DeepSeek-AI 2025, from Qi et al.'s "cut-in-half" of DualPipe), with two stages a worker. A worker of p runs
-what DualPipe's would run of 2 p, and holds at most 2 p + 1 of its half-size stages.
+DualPipeV (DeepSeek-AI 2025, after the "cut in half" of Qi et al.). A worker of p, with two stages, runs what a worker
+of DualPipe's 2 p would run, and holds 2 p + 1 of its half-size stages.
 """  # noqa: E501 (a drawing)
 
 from __future__ import annotations

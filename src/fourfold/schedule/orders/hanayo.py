@@ -7,8 +7,9 @@
 ```
 
 Hanayo (Liu et al. 2023, section 3). W waves are 2 W stages a worker, in a zigzag whose turns need no transfer. Laid out
-greedily, backward first, with p micro-batches in flight: a worker holds no more than p times its stages. With equal
-times and p | m the makespan is (m + (p - 1) / (2 W)) (t_f + t_b).
+greedily, backward first, with p micro-batches in flight, which is the most that a worker holds. Where p | m, the
+makespan exceeds the work by (p - 1)(t_f + t_b) / (2 W) with equal times; with longer backwards and one wave it does by
+(p - 1)(t_b + (m / p - 1)(t_b - t_f)).
 """
 
 from __future__ import annotations

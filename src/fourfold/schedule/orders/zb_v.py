@@ -1,4 +1,4 @@
-"""Two stages a worker, laid out as a V: backward of the weight fills what is idle, and with equal parts nothing is left.
+"""Two stages a worker, laid out as a V: backward of the weight fills what is idle, and with equal parts, all of it.
 
 ```
 0 | F0.0 F0.1 F0.2 F3.0 I3.0 W3.0 F3.1 I3.1 W3.1 I0.0 W0.0 F3.2 I3.2 W3.2 I0.1 W0.1 I0.2 W0.2 U    U    .
