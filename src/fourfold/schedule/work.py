@@ -15,7 +15,7 @@ share, and the update of every copy reads all sums, in the same sequence, so tha
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from fourfold.schedule.action import (
@@ -54,15 +54,22 @@ def inputs(piece: Piece, last: int) -> tuple[Piece, ...]:
 
 
 def in_turn(passes: Iterable[tuple[str, int]]) -> Iterator[Piece]:
-    """Give every (kind, stage) its micro-batch: a stage's forwards count up from 0, and so does each half of backward.
+    """Give every (kind, stage) its micro-batch.
 
-    A whole backward counts as both halves.
+    A stage's forwards count up from 0, so do its backwards, whole or of the input; a backward of the weight takes the
+    oldest that the stage has deferred.
     """
-    counts: Counter[tuple[str, int]] = Counter()
+    counts: Counter[tuple[bool, int]] = Counter()
+    deferred: defaultdict[int, deque[int]] = defaultdict(deque)
     for kind, stage in passes:
-        yield kind, stage, counts[I if kind == B else kind, stage]
-        for part in (I, W) if kind == B else (kind,):
-            counts[part, stage] += 1
+        if kind == W:
+            yield W, stage, deferred[stage].popleft()
+            continue
+        microbatch = counts[kind == F, stage]
+        counts[kind == F, stage] += 1
+        if kind == I:
+            deferred[stage].append(microbatch)
+        yield kind, stage, microbatch
 
 
 class Work:

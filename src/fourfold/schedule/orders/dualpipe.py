@@ -41,13 +41,16 @@ def order(shape: Shape, options: Options) -> Iterator[Action]:
     work, ways = Work(shape), shares(shape)
     for worker in range(p):
         depth = min(worker, p - 1 - worker)
-        ends = {depth: ways[worker > depth], p - 1 - depth: ways[worker == depth]}
+        own, other = ways if worker == depth else ways[::-1]
+        share = {depth: own, p - 1 - depth: other}
         line = in_turn(phases(depth, p // 2, outer=depth, inner=p - 1 - depth, microbatches=shape.microbatches // 2))
-        yield from work.laid(worker, ((kind, stage, ends[stage][turn]) for kind, stage, turn in line), ways)
+        yield from work.laid(worker, ((kind, stage, share[stage][turn]) for kind, stage, turn in line), ways)
 
 
 def phases(depth: int, half: int, outer: int, inner: int, microbatches: int) -> Iterator[tuple[str, int]]:
-    """Kind and stage of each piece of one worker.
+    """Kind and stage of each piece of one worker, in the eight phases of the report.
+
+    The last three halve what they can of the backwards, and fill what is idle with the weights' halves, oldest first.
 
     Args:
         depth: how far the worker is from its end of the pipeline, from 0.

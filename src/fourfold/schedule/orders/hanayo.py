@@ -36,15 +36,15 @@ class Options(Microbatches):
 
 
 def order(shape: Shape, options: Options) -> Iterator[Action]:
-    """Yield each worker's pieces.
+    """Yield each worker's pieces, laid out greedily: backward first, then the later stage.
 
     Raises:
         ScheduleError: not `2 * waves` stages a worker.
     """
     fit(shape, 2 * options.waves, "hanayo")
-    every, stages, inflight = range(shape.microbatches), range(shape.stages), shape.workers
-    workers = {(kind, stage, k): place(stage, shape.workers) for k in every for stage in stages for kind in (F, B)}
-    holds = {(F, 0, k): [(B, 0, k - inflight)] for k in every[inflight:]}
+    p, every = shape.workers, range(shape.microbatches)
+    workers = {(kind, stage, k): place(stage, p) for k in every for stage in range(shape.stages) for kind in (F, B)}
+    holds = {(F, 0, k): [(B, 0, k - p)] for k in every[p:]}
     work = Work(shape)
     for worker, line in enumerate(greedy(workers, lambda piece: (piece[0] != B, -piece[1], piece[2]), holds)):
         yield from work.laid(worker, line)
