@@ -30,7 +30,7 @@ from fourfold.schedule import (
     validate,
 )
 from fourfold.schedule.program import Lane
-from fourfold.schedule.work import B, F, I, W
+from fourfold.schedule.work import B, F, I, W, Work
 
 STAGES = {"zb_v": 2, "v_half": 2, "v_min": 2, "hanayo": 2, "chimera": 1, "dualpipe": 1, "dualpipev": 2}
 """Stages a worker; Hanayo's with one wave."""
@@ -418,6 +418,16 @@ def test_every_copy_of_every_weight_is_updated_as_serially(name, p, m):
     for (buffer, _), value in store.values.items():
         assert (buffer.kind, buffer.version) == ("weight", 1)
         assert value == weights[buffer.stage] - gradient[buffer.stage]
+
+
+def test_only_weights_have_copies_and_one_a_worker():
+    work = Work(Shape(1, 1, 2))
+    pieces = [work.forward(0, 0, 0), work.backward(0, 0, 0)]
+    bind([*pieces, work.update(0, 0), work.update(0, 1)], 2)
+    with pytest.raises(ScheduleError, match="writes the weight of stage 0, version 1, which another action has"):
+        bind([*pieces, work.update(0, 0), work.update(0, 0)], 2)
+    with pytest.raises(ScheduleError, match="writes the gradient of stage 0, micro-batch 0, which another action has"):
+        bind([*pieces, work.backward(0, 0, 1)], 2)
 
 
 def test_copies_exchange_one_sum_each():
