@@ -5,11 +5,10 @@ All times are of a worker's whole share: a stage of one of several on a worker t
 
 from fractions import Fraction
 from importlib import import_module
-from itertools import accumulate
 from typing import NamedTuple
 
 from fourfold.schedule import Program, Shape, bind, draw, simulate, validate
-from fourfold.schedule.program import Lane
+from fourfold.schedule.figures import excess, held, span_bubble
 from fourfold.schedule.work import B, F, I, W
 
 STAGES = {"zb_v": 2, "v_half": 2, "v_min": 2, "hanayo": 2, "chimera": 1, "dualpipe": 1, "dualpipev": 2}
@@ -31,7 +30,7 @@ class Figures(NamedTuple):
     Attributes:
         makespan: to the end of the last piece.
         excess: of the makespan over the work of one worker.
-        span: the longest that a worker idles between its first piece and its last.
+        span: the longest that a worker idles between its first pass and its last.
         held: the most forwards whose backward is not complete, per worker, in stages.
     """
 
@@ -56,18 +55,10 @@ def measure(name: str, p: int, m: int, times: Times, waves: int = 1) -> Figures:
     ticks = 5 * shape.chunks  # a whole number of them a piece, so that sums are exact
     cost = {**costs(tuple(time * 5 for time in times)), "update": 0}
     timeline = simulate(program, lambda action: round(cost[action.kind]))
-    work = [timeline.busy(worker) for worker in range(p)]
-    spans, held = [], []
-    for worker in range(p):
-        line = [n for n in program.lanes[Lane(worker, "compute")] if program.actions[n].kind in (F, B, I, W)]
-        steps = [{F: 1, I: 0}.get(program.actions[n].kind, -1) for n in line]
-        held.append(max(accumulate(steps)))
-        ends = [timeline.ends[line[-1]], timeline.starts[line[0]]]
-        spans.append((ends[0] or 0) - (ends[1] or 0) - work[worker])
-    makespan, excess, span = (
-        Fraction(time) / ticks for time in (timeline.makespan, timeline.makespan - max(work), max(spans))
+    makespan, over, span = (
+        Fraction(time) / ticks for time in (timeline.makespan, excess(timeline), span_bubble(timeline))
     )
-    return Figures(makespan, excess, span, held)
+    return Figures(makespan, over, span, held(program))
 
 
 def staircase(name: str, p: int, m: int, times: Times) -> str:
