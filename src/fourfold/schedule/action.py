@@ -12,11 +12,15 @@ ANY = -1
 """A worker that the order leaves open: `bind` chooses."""
 
 FORWARD, BACKWARD, UPDATE, MOVE = "forward", "backward", "update", "move"
+REDUCE = "reduce"
+"""Sums the gradients that one copy of a stage has made, where a stage has several copies."""
 BACKWARD_INPUT, BACKWARD_WEIGHT = "backward input", "backward weight"
 """The two halves of a backward that an order may run apart (zero bubble)."""
 
 ACTIVATION, ACTIVATION_GRADIENT = "activation", "activation-gradient"
 GRADIENT, WEIGHT = "gradient", "weight"
+GRADIENT_SUM = "gradient-sum"
+"""Of one copy of a stage, named by the first of the micro-batches that it sums."""
 STASH, DEFERRED = "stash", "deferred"
 """What a forward keeps for its backward, and what a backward of the input keeps for that of the weight."""
 
@@ -79,7 +83,7 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         if self.source is not None:
             return f"move of {self.reads[0]} from worker {self.source} to worker {self.worker}"
-        low, high = self.microbatches.start, self.microbatches.stop - 1
+        low, high = self.microbatches[0], self.microbatches[-1]
         batches = f"micro-batch {low}" if low == high else f"micro-batches {low}-{high}"
         return f"{self.kind} of stage {self.stage}, {batches}" + (
             "" if self.worker == ANY else f", worker {self.worker}"

@@ -20,8 +20,7 @@ def bind(actions: Iterable[Action], workers: int) -> Program:
         ScheduleError: a worker that does not exist, a buffer that is written twice or never.
     """
     placed = _resolve(actions, workers)
-    homes = _homes(placed)
-    listed = _with_moves(placed, homes)
+    listed = _with_moves(placed, _homes(placed))
     producers = {(buffer, action.worker): number for number, action in enumerate(listed) for buffer in action.writes}
     lanes = _lanes(listed, producers)
     users = _users(listed)
@@ -61,31 +60,34 @@ def _resolve(actions: Iterable[Action], workers: int) -> list[Action]:
     return placed
 
 
-def _homes(placed: list[Action]) -> dict[Buffer, int]:
-    """The worker on which each buffer is written."""
-    homes: dict[Buffer, int] = {}
+def _homes(placed: list[Action]) -> dict[Buffer, dict[int, None]]:
+    """The workers on which each buffer is written: one, but for weights, which each worker with a copy updates."""
+    homes: dict[Buffer, dict[int, None]] = {}
     for action in placed:
         for buffer in action.writes:
-            if buffer in homes:
+            there = homes.setdefault(buffer, {})
+            if action.worker in there or (there and buffer.kind != WEIGHT):
                 raise ScheduleError(
                     f"{action} writes the {buffer}, which another action has written; write a new version"
                 )
-            homes[buffer] = action.worker
+            there[action.worker] = None
     return homes
 
 
-def _with_moves(placed: list[Action], homes: dict[Buffer, int]) -> list[Action]:
+def _with_moves(placed: list[Action], homes: dict[Buffer, dict[int, None]]) -> list[Action]:
+    """The actions, each after the moves that bring what it reads: of several copies the first written is moved."""
     listed: list[Action] = []
     moved: set[Copy] = set()
     for action in placed:
         for buffer in action.reads:
-            home = homes.get(buffer)
-            if home is None:
+            there = homes.get(buffer)
+            if there is None:
                 if buffer.kind != WEIGHT or buffer.version:
                     raise ScheduleError(f"{action} reads the {buffer}, which no action writes")
-            elif home != action.worker and (buffer, action.worker) not in moved:
+            elif action.worker not in there and (buffer, action.worker) not in moved:
                 moved.add((buffer, action.worker))
                 batches = range(buffer.microbatch, buffer.microbatch + 1)
+                home = next(iter(there))
                 listed.append(
                     Action(MOVE, buffer.stage, batches, action.worker, "link", (buffer,), (buffer,), (), home)
                 )
