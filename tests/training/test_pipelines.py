@@ -24,6 +24,27 @@ def test_our_gpt(pipe: int, microbatches: int, name: str, dropout: float) -> Non
         assert_equal(found, expected)
 
 
+ORDERS: dict[str, tuple[int, dict[str, Any]]] = {
+    "zb_v": (2, {"microbatches": 4}),
+    "v_half": (2, {"microbatches": 4}),
+    "v_min": (3, {"microbatches": 5}),
+    "hanayo": (2, {"microbatches": 4}),
+    "chimera": (2, {"microbatches": 4}),
+    "dualpipe": (2, {"microbatches": 4}),
+    "dualpipev": (2, {"microbatches": 4}),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_every_order(name: str) -> None:
+    work = Work(gpt(0.2))
+    expected = serial(work)
+    pipe, options = ORDERS[name]
+    plan = {"placement": {"pipe": pipe, "precision": "fp64"}, "schedule": {"name": name, **options}}
+    for found in on_threads(work, plan):
+        assert_equal(found, expected)
+
+
 GRIDS: dict[str, dict[str, Any]] = {
     "data": {"pipe": 2, "data": 2},
     "optimizer": {"pipe": 2, "z": 2, "shard": "optimizer"},

@@ -39,6 +39,7 @@ class Departures:
         self._complete: set[int] = set()
         self._departed = 0
         self._last: set[int] = set()
+        self._leaves = True
         self._pending: Unit | None = None
         for unit in units:
             unit.watch(self._fired)
@@ -55,12 +56,15 @@ class Departures:
         self._over.clear()
         self._in_flight.clear()
 
-    def enter(self, stage: int) -> None:
-        """A micro-batch's forward through a stage begins."""
-        self._in_flight[stage] += 1
+    def enter(self, stage: int, change: int) -> None:
+        """A micro-batch's forward through a stage begins (1), or the backward for which weights are wanted (-1)."""
+        self._in_flight[stage] += change
 
-    def open(self, stage: int, *, last: bool) -> None:
+    def open(self, stage: int, *, last: bool, leaves: bool = True) -> None:
         """A backward of a stage begins. `last`: of that stage in the step.
+
+        With `leaves` off it is the half by the input: gradients that come stay where they are, for those of the other
+        half to join them. That one is opened when nothing is in flight of it any more.
 
         A weight that several stages of this rank read leaves for good with the last backward of the last of them.
         """
@@ -70,7 +74,7 @@ class Departures:
         self._missing = {unit.index: set(range(len(unit.arena.layout.trained_slots))) for unit in self._leaving}
         self._complete = {index for index, missing in self._missing.items() if not missing}
         self._last = {unit.index for unit in self._leaving if unit.stages <= self._over}
-        self._in_flight[stage] -= 1
+        self._leaves = leaves
         self._departed, self.active = 0, True
 
     def abandon(self) -> None:
@@ -88,12 +92,15 @@ class Departures:
 
     def close(self) -> None:
         """The backward is over: everything departs, arrives, and is announced if the step is complete."""
-        self._depart(len(self._leaving))
-        self._arrive(None)
+        if self._leaves:
+            self._depart(len(self._leaving))
+            self._arrive(None)
         self.active = False
         for unit in self._leaving:
             if not (unit.outer and any(self._in_flight[stage] for stage in unit.stages)):
                 unit.free()
+            if not self._leaves:
+                continue
             with without_torch_function():
                 self._refuse_changed(unit)
                 stray = unit.stray()
@@ -132,6 +139,8 @@ class Departures:
             self._finish(unit)
 
     def _finish(self, unit: Unit) -> None:
+        if not self._leaves:
+            return
         self._complete.add(unit.index)
         ready = self._departed
         while ready < len(self._leaving) and self._leaving[ready].index in self._complete:

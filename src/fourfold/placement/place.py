@@ -98,6 +98,8 @@ def place(
     placed = Placed(model, anatomy, mesh, options, units, events, split, part)
     _wrap_blocks(placed, sorted_, reached(anatomy, trained))
     if part is not None:
+        if part.splits:
+            placed.deferral.attach(module for path in _own(part) for module in model.get_submodule(path).modules())
         between = None if split is None else split.takeover.between
         placed.line = Line(model, part.layers, part.bounds, anatomy.blocks, between)
     answer_state_dict(model, units, None if split is None else split.assembly)
@@ -173,6 +175,7 @@ def _wrap_blocks(placed: Placed, sorted_: list[Members], comes_to: Set[str]) -> 
     """Take over the blocks' forwards; what has no block is brought in around the whole forward."""
     modules = dict(placed.model.named_modules())
     homes: dict[str, tuple[Unit, bool, bool]] = {}
+    here = None if placed.part is None else _own(placed.part)
     for unit, member in zip(placed.units, sorted_, strict=True):
         if member.outer:
             placed.outer.append(unit)
@@ -183,7 +186,7 @@ def _wrap_blocks(placed: Placed, sorted_: list[Members], comes_to: Set[str]) -> 
         for path in member.blocks:
             homes[path] = unit, path == member.blocks[0], path == member.blocks[-1]
     for path in placed.anatomy.blocks:
-        if not _here(path, placed.part):
+        if here is not None and path not in here:
             continue
         # A block all of whose weights are used outside, too, has no unit of its own: it brings none in, and frees none.
         unit, first, last = homes.get(path) or (placed.outer[0], False, False)
@@ -204,12 +207,10 @@ def _wrap_blocks(placed: Placed, sorted_: list[Members], comes_to: Set[str]) -> 
         placed.blocks.append(block)
 
 
-def _here(path: str, part: Part | None) -> bool:
-    """The block runs on this rank."""
-    if part is None:
-        return True
+def _own(part: Part) -> list[str]:
+    """Paths of the layers that run on this rank."""
     spans = (range(part.bounds[stage], part.bounds[stage + 1]) for stage in part.stages)
-    return any(part.layers.calls[number].path == path for span in spans for number in span)
+    return list(dict.fromkeys(part.layers.calls[number].path for span in spans for number in span))
 
 
 def _neighbours(placed: Placed, unit: Unit) -> Neighbours:

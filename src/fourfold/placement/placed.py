@@ -17,6 +17,7 @@ from fourfold.placement import batch_norm, norm, traffic
 from fourfold.placement.block import Block
 from fourfold.placement.departures import Departures
 from fourfold.placement.piece import Piece
+from fourfold.placement.pipe.deferred import Deferral, Undone
 from fourfold.placement.pipe.dry import sent
 from fourfold.placement.pipe.gathering import filled, spread, spread_buffers
 from fourfold.placement.pipe.line import Line
@@ -64,6 +65,7 @@ class Placed:
         self.model, self.anatomy, self.mesh, self.options = model, anatomy, mesh, options
         self.part = part
         self.line: Line | None = None
+        self.deferral = Deferral()
         self.units, self.events = units, events
         self.departures = Departures(units, events, overlap=options.overlap)
         self.blocks: list[Block] = []
@@ -122,7 +124,7 @@ class Placed:
         for unit in outer:
             unit.ready()
         if torch.is_grad_enabled():
-            self.departures.enter(stage)
+            self.departures.enter(stage, 1)
         with ExitStack() as stack, reads_explained(self.options.shard):
             if self.split is not None:
                 stack.enter_context(self.split.scope.around())
@@ -148,9 +150,36 @@ class Placed:
             stage: the pipeline stage that runs.
             last: of the stage in the step.
         """
+        self.departures.enter(stage, -1)
         self.departures.open(stage, last=last)
         with reads_explained(self.options.shard):
             torch.autograd.backward(outputs, gradients)
+        self.departures.close()
+
+    def backward_input(
+        self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], *, stage: int = 0
+    ) -> list[Undone]:
+        """The half of `backward` that the stage before waits for.
+
+        Returns:
+            What `backward_weight` is to do.
+        """
+        undone: list[Undone] = []
+        self.departures.enter(stage, -1)
+        self.departures.open(stage, last=False, leaves=False)
+        self.deferral.taken = undone
+        try:
+            with reads_explained(self.options.shard):
+                torch.autograd.backward(outputs, gradients)
+        finally:
+            self.deferral.taken = None
+        self.departures.close()
+        return undone
+
+    def backward_weight(self, undone: Sequence[Undone], *, stage: int = 0, last: bool) -> None:
+        """The other half; on a stage's last one the gradients become ready."""
+        self.departures.open(stage, last=last)
+        self.deferral.run(undone)
         self.departures.close()
 
     def free(self) -> None:

@@ -108,7 +108,8 @@ class Unit:
 
         def hook(parameter: Tensor) -> None:
             gradient = parameter.grad
-            assert gradient is not None
+            if gradient is None:  # it is deferred (`pipe.deferred`)
+                return
             if self._summed or number in taken:
                 place.add_(gradient)
             else:

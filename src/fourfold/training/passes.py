@@ -10,11 +10,12 @@ from torch import Tensor
 
 from fourfold.placement import Placed
 from fourfold.placement.pipe.bundle import Bundle, gradients
+from fourfold.placement.pipe.deferred import Undone
 from fourfold.placement.refusals import PlacementError
 from fourfold.placement.rows import share
 from fourfold.randomness import Position
 from fourfold.schedule import Action, Buffer
-from fourfold.schedule.action import ACTIVATION, ACTIVATION_GRADIENT, STASH
+from fourfold.schedule.action import ACTIVATION, ACTIVATION_GRADIENT, DEFERRED, STASH
 from fourfold.training.batch import Batch
 from fourfold.training.loss_value import Loss
 from fourfold.wire import Axis
@@ -57,7 +58,7 @@ class Job:
     last: frozenset[tuple[int, int]]
     loss: float = 0.0
     count: float = 0.0
-    buffers: dict[Buffer, Kept | Bundle | tuple[Tensor | None, ...]] = field(default_factory=dict)
+    buffers: dict[Buffer, Kept | Bundle | tuple[Tensor | None, ...] | list[Undone]] = field(default_factory=dict)
     forms: dict[Buffer, list[Form | None]] = field(default_factory=dict)
     """Of what this rank's stages give one another."""
 
@@ -118,16 +119,46 @@ class Passes:
 
     def backward(self, action: Action) -> None:
         """Gives the stage before the gradients of what it gave."""
-        job, stage, microbatch = self.job, action.stage, action.microbatches.start
+        stage, microbatch = action.stage, action.microbatches.start
+        given, *ends = self._resumed(stage, microbatch)
+        self.placed.backward(*ends, stage=stage, last=(stage, microbatch) in self.job.last)
+        self._give_back(given, stage, microbatch)
+
+    def backward_input(self, action: Action) -> None:
+        """The same without the products that make weights' gradients."""
+        stage, microbatch = action.stage, action.microbatches.start
+        given, *ends = self._resumed(stage, microbatch)
+        self.job.buffers[Buffer(DEFERRED, stage, microbatch)] = self.placed.backward_input(*ends, stage=stage)
+        self._give_back(given, stage, microbatch)
+
+    def backward_weight(self, action: Action) -> None:
+        """These products."""
+        stage, microbatch = action.stage, action.microbatches.start
+        undone = self.job.buffers.pop(Buffer(DEFERRED, stage, microbatch))
+        assert isinstance(undone, list)
+        self.placed.backward_weight(undone, stage=stage, last=(stage, microbatch) in self.job.last)
+
+    def reduce(self, action: Action) -> None:
+        """This copy of a stage is complete: the word of it goes to the other; gradients are summed at the update."""
+        self.job.buffers[action.writes[0]] = ()
+        self.job.forms[action.writes[0]] = []
+
+    def _resumed(self, stage: int, microbatch: int) -> tuple[Bundle | None, list[Tensor], list[Tensor]]:
+        """What the stage was given, and where its backward begins, with which gradients."""
+        job = self.job
         kept = job.buffers.pop(Buffer(STASH, stage, microbatch))
         assert isinstance(kept, Kept)
-        if self.placed.line is not None and (bundle := kept.given or kept.made) and isinstance(bundle, Bundle):
+        bundle = kept.given or kept.made
+        if self.placed.line is not None and isinstance(bundle, Bundle):
             self.placed.line.resume(bundle)
-        outputs, by = self._ends(kept.made, job.buffers.pop(Buffer(ACTIVATION_GRADIENT, stage + 1, microbatch), None))
-        self.placed.backward(outputs, by, stage=stage, last=(stage, microbatch) in job.last)
-        if kept.given is not None:
+        taken = job.buffers.pop(Buffer(ACTIVATION_GRADIENT, stage + 1, microbatch), None)
+        return (kept.given, *self._ends(kept.made, taken))
+
+    def _give_back(self, given: Bundle | None, stage: int, microbatch: int) -> None:
+        if given is not None:
             buffer = Buffer(ACTIVATION_GRADIENT, stage, microbatch)
-            job.buffers[buffer], job.forms[buffer] = gradients(kept.given.values), _forms(kept.given.values, back=True)
+            forms = _forms(given.values, back=True)
+            self.job.buffers[buffer], self.job.forms[buffer] = gradients(given.values), forms
 
     def evaluate(self, action: Action) -> None:
         """One stage's forward on the rows of batch number `action.microbatches.start`; nothing is kept."""

@@ -13,7 +13,7 @@ from fourfold.placement.pipe.part import Part
 from fourfold.placement.refusals import PlacementError
 from fourfold.plan import Plan
 from fourfold.schedule import Program, Shape, bind, validate
-from fourfold.schedule.action import FORWARD
+from fourfold.schedule.action import BACKWARD_WEIGHT, FORWARD
 from fourfold.schedule.work import Work
 from fourfold.training.loss_value import Loss
 
@@ -83,7 +83,8 @@ def part_of(
         bounds = balanced(estimated(model, line), len(stages), allowed=possible(line))
     else:
         bounds = _said(given, len(stages), [layer.path for layer in line.calls])
-    return Part.of(model, line, bounds, stages, worker)
+    splits = any(action.kind == BACKWARD_WEIGHT for action in program.actions)
+    return Part.of(model, line, bounds, stages, worker, splits=splits)
 
 
 def _said(cut: tuple[int, ...], stages: int, paths: list[str]) -> tuple[int, ...]:

@@ -5,12 +5,17 @@ from __future__ import annotations
 from torch import Tensor
 
 from fourfold.placement.pipe.bundle import Bundle
-from fourfold.schedule import Action
-from fourfold.schedule.action import ACTIVATION
+from fourfold.schedule import Action, Buffer
+from fourfold.schedule.action import ACTIVATION, GRADIENT, GRADIENT_SUM
 from fourfold.training.passes import Passes
 from fourfold.wire.links import Links
 
 Content = tuple[Tensor | None, ...]
+
+
+def kind_of(buffer: Buffer) -> str:
+    """What the bytes of a move are for, as the ledger has it."""
+    return GRADIENT if buffer.kind == GRADIENT_SUM else buffer.kind
 
 
 class Post:
@@ -30,7 +35,7 @@ class Post:
         if isinstance(content, Bundle):
             content = (content.described(), *(value.detach() for value in content.values))
         assert isinstance(content, tuple)
-        self._links.send(move.worker, number, content, buffer.kind)
+        self._links.send(move.worker, number, content, kind_of(buffer))
 
     def poll(self) -> tuple[int, int, Content] | None:
         """What has come, if something has."""

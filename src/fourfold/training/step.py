@@ -17,17 +17,23 @@ from fourfold.placement.rows import share
 from fourfold.placement.traffic import Pass
 from fourfold.plan import Rule
 from fourfold.schedule import Action, Body, Inline, Machine, Program, Ranks, drive
-from fourfold.schedule.action import BACKWARD, FORWARD, UPDATE
+from fourfold.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, REDUCE, UPDATE
 from fourfold.training.batch import Batch
 from fourfold.training.loss_value import Loss as Loss
 from fourfold.training.optimizer import Optimizer
 from fourfold.training.passes import Job, Passes
 from fourfold.training.pipeline import evaluation
-from fourfold.training.post import Post
+from fourfold.training.post import Post, kind_of
 from fourfold.training.tally import Courier, Exchange, Tally, agreed, not_finite
 from fourfold.wire import Axis, Mesh, formulas
 from fourfold.wire.axis import DIGEST_BITS
 from fourfold.wire.links import Links
+
+COMPLETING = (BACKWARD, BACKWARD_WEIGHT)
+"""After these kinds of action a micro-batch's gradients of a stage are complete."""
+
+PASSES = {FORWARD: True, BACKWARD: False, BACKWARD_INPUT: False}
+"""Kinds of action that want weights, and whether they are forwards."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +92,20 @@ class Step:
         self._courier: Courier = self.placed.seats or Exchange(self.told, self.device)
         self._under_way = False
         self._last = _last_backwards(self.program, self._pipe.index)
-        self._all_backwards = sum(self._is_own(action) and action.kind == BACKWARD for action in self.program.actions)
+        self._all_backwards = sum(self._is_own(action) and action.kind in COMPLETING for action in self.program.actions)
         self._updates = sum(self._is_own(action) and action.kind == UPDATE for action in self.program.actions)
         part = self.placed.part
         self._shared = None if part is None else SharedGradients(part, self.placed.units, self._pipe)
         self._links = Links(self._pipe) if self._pipe.size > 1 else None
-        bodies = {FORWARD: self.passes.forward, BACKWARD: self._backward, UPDATE: self._update}
+        passes = self.passes
+        bodies: dict[str, Body] = {
+            FORWARD: passes.forward,
+            BACKWARD: self._completing(passes.backward),
+            BACKWARD_INPUT: passes.backward_input,
+            BACKWARD_WEIGHT: self._completing(passes.backward_weight),
+            REDUCE: passes.reduce,
+            UPDATE: self._update,
+        }
         self._machine = self._machine_for(self.program, bodies)
 
     def _is_own(self, action: Action) -> bool:
@@ -139,13 +153,18 @@ class Step:
 
     # ---- bodies
 
-    def _backward(self, action: Action) -> None:
-        self._backwards += 1
-        job = self.passes.job
-        if self._backwards == self._all_backwards:
-            digest = float((self.mesh.digest() + self.batch.rows) % 2**DIGEST_BITS)
-            self._courier.give(Tally(job.loss, job.count, digest, float(self._stop)))
-        self.passes.backward(action)
+    def _completing(self, body: Body) -> Body:
+        """A body that completes a micro-batch's gradients; with the last of all, the rank's tally leaves."""
+
+        def complete(action: Action) -> None:
+            self._backwards += 1
+            if self._backwards == self._all_backwards:
+                job = self.passes.job
+                digest = float((self.mesh.digest() + self.batch.rows) % 2**DIGEST_BITS)
+                self._courier.give(Tally(job.loss, job.count, digest, float(self._stop)))
+            body(action)
+
+        return complete
 
     def _update(self, action: Action) -> None:
         """All of this rank's stages together, once the last of them is complete: clipping looks at all of them."""
@@ -189,7 +208,7 @@ class Step:
         """The bytes that this rank will hand over in one step like the last one, by the formulas beside the code."""
         ledger = Ledger(rank=self.ledger.rank)
         own = [action for action in self.program.actions if self._is_own(action)]
-        passes = [Pass(one.kind == FORWARD, one.stage) for one in own if one.kind in (FORWARD, BACKWARD)]
+        passes = [Pass(PASSES[one.kind], one.stage) for one in own if one.kind in PASSES]
         self.placed.forecast(ledger, passes, self._shapes() if self.placed.split is not None else ())
         sizes = [unit.arena.summed.numel() for unit in self.placed.units if unit.arena.layout.trained]
         self.rule.forecast(ledger, sizes, self.placed.units[0].arena.gradient.element_size())
@@ -200,7 +219,7 @@ class Step:
             if action.source == self._pipe.index:
                 buffer = action.reads[0]
                 sent = formulas.message(self.passes.job.forms[buffer])
-                ledger.send(self._pipe.name, buffer.kind, "send", sent)
+                ledger.send(self._pipe.name, kind_of(buffer), "send", sent)
         holders = self.mesh.replica
         if holders.size > 1 and self.optimizer.options.clip is not None:
             ledger.send(holders.name, "control", "all_gather", formulas.all_gather(holders.size, holders.size * 8))
@@ -211,6 +230,6 @@ def _last_backwards(program: Program, worker: int) -> frozenset[tuple[int, int]]
     """(stage, micro-batch) of the last backward of each stage that the worker runs."""
     found: dict[int, int] = {}
     for action in program.actions:
-        if action.worker == worker and action.kind == BACKWARD:
+        if action.worker == worker and action.kind in COMPLETING:
             found[action.stage] = action.microbatches.start
     return frozenset(found.items())

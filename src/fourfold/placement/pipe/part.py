@@ -30,6 +30,7 @@ class Part:
         worker: which one this is.
         weights: every parameter of the model, by its own name, in the model's order.
         unread: those that no layer reads: the first stage has them.
+        splits: backward runs in two halves, by the input and by the weight.
     """
 
     layers: Layers
@@ -38,6 +39,7 @@ class Part:
     worker: int
     weights: dict[str, Weight]
     unread: frozenset[str]
+    splits: bool = False
 
     @classmethod
     def of(
@@ -47,11 +49,13 @@ class Part:
         bounds: Sequence[int],
         homes: Sequence[tuple[int, ...]],
         worker: int,
+        *,
+        splits: bool = False,
     ) -> Part:
         """The part of `worker`."""
         weights = {name: Weight(tuple(one.shape), one.requires_grad) for name, one in model.named_parameters()}
         unread = frozenset(weights) - layers.weights(0, len(layers))
-        return cls(layers, tuple(bounds), tuple(homes), worker, weights, unread)
+        return cls(layers, tuple(bounds), tuple(homes), worker, weights, unread, splits)
 
     @property
     def stages(self) -> tuple[int, ...]:

@@ -25,6 +25,11 @@ from fourfold.schedule.zigzag import fit
 class Options(Microbatches):
     """Settings."""
 
+    @property
+    def chunks(self) -> int:
+        """Two halves of a V."""
+        return 2
+
 
 def order(shape: Shape, options: Options) -> Iterator[Action]:
     """Yield the phases of each worker.

@@ -34,6 +34,11 @@ class Options(Microbatches):
 
     waves: int = 1
 
+    @property
+    def chunks(self) -> int:
+        """Down and up, for every wave."""
+        return 2 * self.waves
+
 
 def order(shape: Shape, options: Options) -> Iterator[Action]:
     """Yield each worker's pieces, laid out greedily: backward first, then the later stage.
