@@ -111,7 +111,7 @@ def _with_moves(placed: list[Action], homes: dict[Buffer, int], lives: Lives) ->
 
 
 def _bring(buffer: Buffer, reader: Action, homes: dict[Buffer, int], lives: Lives, listed: list[Action]) -> Life:
-    """The life of a copy that no action writes where it is read: it begins with a move, or, of a weight, with the step."""
+    """The life of a copy that no action writes where it is read: a move begins it or, of a weight, the step."""
     life = lives[reader.where][buffer] = Life(buffer, reader.where)
     if buffer in homes:
         home, batches = homes[buffer], range(buffer.microbatch, buffer.microbatch + 1)

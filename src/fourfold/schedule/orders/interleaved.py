@@ -1,8 +1,8 @@
 """Several stages a worker, one forward and one backward in turn: filling takes a stage, not a worker's whole share.
 
 ```
-0 | F0.0 F0.1 F2.0 F2.1 F0.2 .    B2.0 --   F0.3 B2.1 --   F2.2 B0.0 --   F2.3 B0.1 --   .    B2.2 --   .    B2.3 --   B0.2 --   B0.3 --   U    U
-1 | .    F1.0 F1.1 F3.0 B3.0 --   F3.1 B3.1 --   F1.2 B1.0 --   F1.3 B1.1 --   F3.2 B3.2 --   F3.3 B3.3 --   B1.2 --   B1.3 --   U    U    .    .
+0 | F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 .    B2.2 .    B2.3 B0.2 B0.3 U    U
+1 | .    F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3 U    U    .
 ```
 
 Interleaved 1F1B (Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", section 2.2).
