@@ -58,7 +58,7 @@ def test_activations_in_flight_are_the_published_count(one_forward_one_backward,
 
 def test_nothing_is_held_after_the_last_action(one_forward_one_backward):
     program = bind(one_forward_one_backward(Shape(4, 8)), 4)
-    assert all(users for _, users in program.lives.values())
+    assert all(life.users for life in program.lives)
 
 
 @pytest.mark.parametrize("seed", range(5))

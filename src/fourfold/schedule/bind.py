@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
+from itertools import chain, pairwise
 
 from fourfold.schedule.action import ANY, MOVE, WEIGHT, Action, Buffer, ScheduleError
-from fourfold.schedule.program import Copy, Lane, Program
+from fourfold.schedule.collector import resting
+from fourfold.schedule.program import Lane, Life, Program
+
+Lives = list[dict[Buffer, Life]]
+"""Per worker, the copies of buffers that lie there at some time."""
 
 
+@resting()
 def bind(actions: Iterable[Action], workers: int) -> Program:
     """Turn an order's actions into a program for `workers` workers.
 
@@ -17,116 +22,130 @@ def bind(actions: Iterable[Action], workers: int) -> Program:
     link's moves run in the sequence in which their source produces, so that no link blocks by its order.
 
     Raises:
-        ScheduleError: a worker that does not exist, a buffer that is written twice or never.
+        ScheduleError: a worker that does not exist, a buffer that is written twice or never, or freed twice.
     """
-    placed = _resolve(actions, workers)
-    listed = _with_moves(placed, _homes(placed))
-    producers = {(buffer, action.worker): number for number, action in enumerate(listed) for buffer in action.writes}
-    lanes = _lanes(listed, producers)
-    users = _users(listed)
-    before = _edges(listed, producers, lanes, users)
+    placed = list(_resolve(actions, workers))
+    lives: Lives = [{} for _ in range(workers)]
+    listed = _with_moves(placed, _homes(placed, lives), lives)
+    copies = tuple(chain.from_iterable(there.values() for there in lives))
+    before = _data_edges(len(listed), copies)
+    lane = _lane(listed)
+    lanes: defaultdict[Lane, list[int]] = defaultdict(list)
+    for number, name in enumerate(lane):
+        lanes[name].append(number)
+    for numbers in lanes.values():
+        if listed[numbers[0]].source is not None:
+            numbers.sort(key=lambda number: before[number][:1])
+        for number, follower in pairwise(numbers):
+            before[follower].append(number)
+    edges = tuple(tuple(dict.fromkeys(others)) for others in before)
     after: list[list[int]] = [[] for _ in listed]
-    for number, others in enumerate(before):
+    for number, others in enumerate(edges):
         for other in others:
             after[other].append(number)
-    lane_of: list[Lane] = [Lane(0, "")] * len(listed)
-    for lane, numbers in lanes.items():
-        for number in numbers:
-            lane_of[number] = lane
     return Program(
         actions=tuple(listed),
         workers=workers,
-        lanes={lane: tuple(numbers) for lane, numbers in lanes.items()},
-        lane=tuple(lane_of),
-        before=tuple(before),
+        lanes={name: tuple(numbers) for name, numbers in lanes.items()},
+        lane=tuple(lane),
+        before=edges,
         after=tuple(map(tuple, after)),
-        lives={copy: (number, tuple(users.get(copy, ()))) for copy, number in producers.items()},
+        lives=copies,
     )
 
 
-def _resolve(actions: Iterable[Action], workers: int) -> list[Action]:
+def _resolve(actions: Iterable[Action], workers: int) -> Iterator[Action]:
     """ANY becomes the next worker in turn, the same one for all micro-batches of a kind and stage."""
     slots: dict[tuple[str, int], int] = {}
-    placed = []
     for action in actions:
-        if action.worker == ANY:
-            slot = slots.setdefault((action.kind, action.stage), len(slots) % workers)
-            action = action._replace(worker=slot)
-        elif not 0 <= action.worker < workers:
+        if 0 <= action.worker < workers:
+            yield action
+        elif action.worker == ANY:
+            yield action._replace(worker=slots.setdefault((action.kind, action.stage), len(slots) % workers))
+        else:
             raise ScheduleError(
                 f"{action}: expected a worker from 0 to {workers - 1}; try more workers or another order"
             )
-        placed.append(action)
-    return placed
 
 
-def _homes(placed: list[Action]) -> dict[Buffer, dict[int, None]]:
-    """The workers on which each buffer is written: one, but for weights, which each worker with a copy updates."""
-    homes: dict[Buffer, dict[int, None]] = {}
+def _homes(placed: list[Action], lives: Lives) -> dict[Buffer, int]:
+    """The worker that writes each buffer, the first of several copies; begins the life of each copy.
+
+    Only weights have several: each worker with a copy of a stage updates its own.
+    """
+    homes: dict[Buffer, int] = {}
     for action in placed:
+        worker = action.worker
+        there = lives[worker]
         for buffer in action.writes:
-            there = homes.setdefault(buffer, {})
-            if action.worker in there or (there and buffer.kind != WEIGHT):
+            if buffer in there or (buffer in homes and buffer.kind != WEIGHT):
                 raise ScheduleError(
                     f"{action} writes the {buffer}, which another action has written; write a new version"
                 )
-            there[action.worker] = None
+            homes.setdefault(buffer, worker)
+            there[buffer] = Life(buffer, worker)
     return homes
 
 
-def _with_moves(placed: list[Action], homes: dict[Buffer, dict[int, None]]) -> list[Action]:
-    """The actions, each after the moves that bring what it reads: of several copies the first written is moved."""
+def _with_moves(placed: list[Action], homes: dict[Buffer, int], lives: Lives) -> list[Action]:
+    """The actions, each after the moves that bring what it reads; notes in `lives` who writes, uses and frees."""
     listed: list[Action] = []
-    moved: set[Copy] = set()
     for action in placed:
-        for buffer in action.reads:
-            there = homes.get(buffer)
-            if there is None:
-                if buffer.kind != WEIGHT or buffer.version:
-                    raise ScheduleError(f"{action} reads the {buffer}, which no action writes")
-            elif action.worker not in there and (buffer, action.worker) not in moved:
-                moved.add((buffer, action.worker))
-                batches = range(buffer.microbatch, buffer.microbatch + 1)
-                home = next(iter(there))
-                listed.append(
-                    Action(MOVE, buffer.stage, batches, action.worker, "link", (buffer,), (buffer,), (), home)
-                )
+        here = lives[action.where]
+        found = [here.get(buffer) or _bring(buffer, action, homes, lives, listed) for buffer in action.reads]
+        number = len(listed)
+        for life in found:
+            life.users.append(number)
+        for buffer in action.frees:
+            life = here.get(buffer) or here.setdefault(buffer, Life(buffer, action.where))
+            if life.freer is not None:
+                raise ScheduleError(f"{action} frees the {buffer}, which {listed[life.freer]} has freed")
+            life.freer = number
+            if not life.users or life.users[-1] != number:
+                life.users.append(number)
+        there = lives[action.worker]
+        for buffer in action.writes:
+            there[buffer].writer = number
         listed.append(action)
     return listed
 
 
-def _lanes(listed: list[Action], producers: dict[Copy, int]) -> dict[Lane, list[int]]:
-    lanes: defaultdict[Lane, list[int]] = defaultdict(list)
-    for number, action in enumerate(listed):
-        name = action.lane if action.source is None else f"{action.lane} {action.worker}"
-        lanes[Lane(action.where, name)].append(number)
-    for numbers in lanes.values():
-        if listed[numbers[0]].source is not None:
-            numbers.sort(key=lambda number: producers[listed[number].reads[0], listed[number].where])
-    return dict(lanes)
+def _bring(buffer: Buffer, reader: Action, homes: dict[Buffer, int], lives: Lives, listed: list[Action]) -> Life:
+    """The life of a copy that no action writes where it is read: a move begins it or, of a weight, the step."""
+    life = lives[reader.where][buffer] = Life(buffer, reader.where)
+    if buffer in homes:
+        home, batches = homes[buffer], range(buffer.microbatch, buffer.microbatch + 1)
+        life.writer = len(listed)
+        lives[home][buffer].users.append(life.writer)
+        listed.append(Action(MOVE, buffer.stage, batches, reader.where, "link", (buffer,), (buffer,), (), home))
+    elif buffer.kind != WEIGHT or buffer.version:
+        raise ScheduleError(f"{reader} reads the {buffer}, which no action writes")
+    return life
 
 
-def _users(listed: list[Action]) -> dict[Copy, list[int]]:
-    """Who reads or frees each copy."""
-    users: defaultdict[Copy, list[int]] = defaultdict(list)
-    for number, action in enumerate(listed):
-        for buffer in {*action.reads, *action.frees}:
-            users[buffer, action.where].append(number)
-    return users
+def _data_edges(count: int, copies: Iterable[Life]) -> list[list[int]]:
+    """Per action: who wrote what it reads or frees, then who still reads what it frees."""
+    before: list[list[int]] = [[] for _ in range(count)]
+    freed = []
+    for life in copies:
+        if life.writer is not None:
+            for user in life.users:
+                before[user].append(life.writer)
+        if life.freer is not None and len(life.users) > 1:
+            freed.append(life)
+    for life in freed:
+        before[life.freer] += [user for user in life.users if user != life.freer]
+    return before
 
 
-def _edges(
-    listed: list[Action], producers: dict[Copy, int], lanes: dict[Lane, list[int]], users: dict[Copy, list[int]]
-) -> list[tuple[int, ...]]:
-    """Per action: who wrote what it reads, who still reads what it frees, and its lane's predecessor."""
-    previous = {follower: number for numbers in lanes.values() for number, follower in pairwise(numbers)}
-    edges = []
-    for number, action in enumerate(listed):
-        touched = ((buffer, action.where) for buffer in (*action.reads, *action.frees))
-        found = {producers[copy]: None for copy in touched if copy in producers}
-        for buffer in action.frees:
-            found.update((user, None) for user in users[buffer, action.worker] if user != number)
-        if number in previous:
-            found[previous[number]] = None
-        edges.append(tuple(found))
-    return edges
+def _lane(listed: list[Action]) -> list[Lane]:
+    """Each action's lane: one that a worker names, or, of moves, one for each link."""
+    known: dict[tuple[int, str, int | None], Lane] = {}
+    found = []
+    for action in listed:
+        key = (action.worker, action.lane, action.source)
+        if key not in known:
+            name = action.lane if action.source is None else f"{action.lane} {action.worker}"
+            known[key] = Lane(action.where, name)
+        found.append(known[key])
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fourfold.schedule.action import Action, Buffer, ScheduleError
@@ -16,8 +16,26 @@ class Lane(NamedTuple):
     name: str
 
 
-Copy = tuple[Buffer, int]
-"""A buffer as it lies on one worker."""
+@dataclass(slots=True, eq=False)
+class Life:
+    """A copy of a buffer, as it lies on one worker.
+
+    It exists from the start of the action that writes it to the end of the last that uses it; if there is none, to the
+    program's end.
+
+    Attributes:
+        buffer: what lies there.
+        worker: where.
+        writer: the number of the action that writes it; None: it is there from the start.
+        users: the numbers of all actions that read or free it.
+        freer: the number of the one that frees it, if one does.
+    """
+
+    buffer: Buffer
+    worker: int
+    writer: int | None = None
+    users: list[int] = field(default_factory=list)
+    freer: int | None = None
 
 
 class Part(NamedTuple):
@@ -45,8 +63,7 @@ class Program:
         lane: each action's lane.
         before: numbers of the actions that must be done before: data edges first, then the lane's predecessor.
         after: the same edges, forwards.
-        lives: each copy that an action writes: that action's number, and those of all that read or free it. It exists
-            from the start of the one to the end of the last of the others (if there are none, to the program's end).
+        lives: of every copy that an action writes, reads or frees.
     """
 
     actions: tuple[Action, ...]
@@ -55,7 +72,7 @@ class Program:
     lane: tuple[Lane, ...]
     before: tuple[tuple[int, ...], ...]
     after: tuple[tuple[int, ...], ...]
-    lives: dict[Copy, tuple[int, tuple[int, ...]]]
+    lives: tuple[Life, ...]
 
     def part(self, owns: Collection[int]) -> Part:
         """The share of a process that owns these workers: actions with an end there, edges between such actions."""

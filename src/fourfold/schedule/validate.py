@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
+from typing import NoReturn
 
 from fourfold.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Buffer, ScheduleError
+from fourfold.schedule.collector import resting
 from fourfold.schedule.order import Shape
 from fourfold.schedule.program import Program
 from fourfold.schedule.simulate import simulate
 
+KINDS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+ONCE = ((1, 1, 0, 0), (1, 0, 1, 1))
+"""How often each kind may run for one stage and micro-batch."""
 
+
+@resting()
 def validate(
     program: Program,
     shape: Shape | None = None,
@@ -34,7 +40,7 @@ def validate(
     """
     _check_coverage(program, shape)
     _check_frees(program)
-    timeline = simulate(program, lambda action: 1.0)
+    timeline = simulate(program, [1.0] * len(program.actions))
     if budget is not None:
         for worker, peak in timeline.peaks(size).items():
             if peak > budget:
@@ -46,53 +52,48 @@ def validate(
 
 
 def _check_coverage(program: Program, shape: Shape | None) -> None:
-    counts: dict[str, Counter[tuple[int, int]]] = {
-        kind: Counter() for kind in (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
-    }
-    for action in program.actions:
-        if action.kind in counts:
-            counts[action.kind].update((action.stage, microbatch) for microbatch in action.microbatches)
-    covered = set[tuple[int, int]]().union(*counts.values())
-    stages = shape.stages if shape else max((stage for stage, _ in covered), default=-1) + 1
-    microbatches = shape.microbatches if shape else max((batch for _, batch in covered), default=-1) + 1
-    if extra := [key for key in covered if key[0] >= stages or not 0 <= key[1] < microbatches]:
-        raise ScheduleError(
-            f"the order runs stage {extra[0][0]}, micro-batch {extra[0][1]}; "
-            f"there are {stages} stages and {microbatches} micro-batches, counted from 0"
-        )
-    for stage in range(stages):
-        for microbatch in range(microbatches):
-            key = (stage, microbatch)
-            if (forwards := counts[FORWARD][key]) != 1:
-                raise ScheduleError(_times(FORWARD, key, forwards))
-            halves = (counts[BACKWARD_INPUT][key], counts[BACKWARD_WEIGHT][key])
-            if (counts[BACKWARD][key], *halves) not in ((1, 0, 0), (0, 1, 1)):
-                if halves == (0, 0):
-                    raise ScheduleError(_times(BACKWARD, key, counts[BACKWARD][key]))
+    passes = [action for action in program.actions if action.kind in KINDS]
+    stages = shape.stages if shape else max((action.stage for action in passes), default=-1) + 1
+    microbatches = shape.microbatches if shape else max((action.microbatches[-1] for action in passes), default=-1) + 1
+    counts = {kind: [0] * (stages * microbatches) for kind in KINDS}
+    for action in passes:
+        for microbatch in action.microbatches:
+            if action.stage >= stages or not 0 <= microbatch < microbatches:
                 raise ScheduleError(
-                    f"stage {stage}, micro-batch {microbatch}: expected one backward or one of each half, "
-                    f"found {counts[BACKWARD][key]} whole, {halves[0]} for the input, {halves[1]} for the weight"
+                    f"the order runs stage {action.stage}, micro-batch {microbatch}; "
+                    f"there are {stages} stages and {microbatches} micro-batches, counted from 0"
                 )
+            counts[action.kind][action.stage * microbatches + microbatch] += 1
+    for place, found in enumerate(zip(*counts.values(), strict=True)):
+        if found not in ONCE:
+            _refuse(*divmod(place, microbatches), *found)
 
 
-def _times(kind: str, key: tuple[int, int], found: int) -> str:
-    return f"{kind} of stage {key[0]}, micro-batch {key[1]}: expected exactly once, found {found} times"
+def _refuse(stage: int, microbatch: int, forward: int, whole: int, first: int, second: int) -> NoReturn:
+    where = f"stage {stage}, micro-batch {microbatch}"
+    if forward != 1:
+        raise ScheduleError(f"{FORWARD} of {where}: expected exactly once, found {forward} times")
+    if not first and not second:
+        raise ScheduleError(f"{BACKWARD} of {where}: expected exactly once, found {whole} times")
+    raise ScheduleError(
+        f"{where}: expected one backward or one of each half, "
+        f"found {whole} whole, {first} for the input, {second} for the weight"
+    )
 
 
 def _check_frees(program: Program) -> None:
     """A reader that its own lane runs after the action that frees is not a deadlock to name, but a read too late."""
-    freed: dict[tuple[Buffer, int], int] = {}
-    for number, action in enumerate(program.actions):
-        for buffer in action.frees:
-            copy = (buffer, action.worker)
-            if copy in freed:
-                raise ScheduleError(f"{action} frees the {buffer}, which {program.actions[freed[copy]]} has freed")
-            freed[copy] = number
-    position = {number: place for numbers in program.lanes.values() for place, number in enumerate(numbers)}
-    for number, action in enumerate(program.actions):
-        for buffer in action.reads:
-            killer = freed.get((buffer, action.where))
-            if killer is None or killer == number or program.lane[killer] != program.lane[number]:
-                continue
-            if position[number] > position[killer]:
-                raise ScheduleError(f"{action} reads the {buffer} after {program.actions[killer]} has freed it")
+    position = [0] * len(program.actions)
+    for numbers in program.lanes.values():
+        for place, number in enumerate(numbers):
+            position[number] = place
+    lane = program.lane
+    for life in program.lives:
+        killer = life.freer
+        if killer is None:
+            continue
+        for user in life.users:
+            if position[user] > position[killer] and lane[user] == lane[killer]:
+                raise ScheduleError(
+                    f"{program.actions[user]} reads the {life.buffer} after {program.actions[killer]} has freed it"
+                )

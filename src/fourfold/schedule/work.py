@@ -81,11 +81,11 @@ class Work:
     def __init__(self, shape: Shape) -> None:
         self.last = shape.stages - 1
         self.microbatches = range(shape.microbatches)
+        self._make = {F: self.forward, B: self.backward, I: self.backward_input, W: self.backward_weight}
 
     def piece(self, kind: str, stage: int, microbatch: int, worker: int, version: int = 0) -> Action:
         """A forward, a backward or a half of one, of one micro-batch."""
-        make = {F: self.forward, B: self.backward, I: self.backward_input, W: self.backward_weight}[kind]
-        return make(stage, microbatch, worker, version)
+        return self._make[kind](stage, microbatch, worker, version)
 
     def forward(self, stage: int, microbatch: int, worker: int, version: int = 0) -> Action:
         """Forward of a stage; the last one's ends in the loss and gives nothing away."""
