@@ -32,6 +32,8 @@ app = App(
 )
 settings = App(name="config", help="Look at settings: the resolved config, the schema, one setting explained.")
 app.command(settings)
+schedules = App(name="schedule", help="Look at pipeline schedules: what there is, drawn, two side by side.")
+app.command(schedules)
 
 
 @app.command
@@ -288,3 +290,96 @@ def explain(
     from fourfold.cli.settings import load_any
 
     return show(describe(key, load_any(arguments) if arguments else None), json)
+
+
+@schedules.command(name="list")
+def list_schedules(*, json: Json = False) -> int:
+    """Name all schedules.
+
+    Parameters
+    ----------
+    json
+        Print them as JSON.
+    """
+    from fourfold.cli.outcome import Listing
+    from fourfold.cli.schedules import names
+
+    return show(Listing("schedules", names()), json)
+
+
+@schedules.command(name="draw")
+def draw_schedule(
+    name: str,
+    /,
+    *options: Annotated[str, Parameter(name="option=number")],
+    stages: int,
+    microbatches: int,
+    times: Annotated[tuple[float, float, float], Parameter(negative="")] = (1.0, 1.0, 1.0),
+    move: float = 0.0,
+    out: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    json: Json = False,
+) -> int:
+    """Lay a schedule out in virtual time and draw it: F forward, B backward, I and W its halves, U update.
+
+    Parameters
+    ----------
+    name
+        The schedule; `fourfold schedule list` names them.
+    options
+        Further options of the schedule: chunks=4.
+    stages
+        Stages of the model; the schedule says how many of them a worker holds.
+    microbatches
+        Micro-batches of a step.
+    times
+        Of a stage's forward, backward by the input, backward by the weight.
+    move
+        Time of a transfer between two workers.
+    out
+        Files to write: a picture (.svg), a trace for Perfetto (.json, .json.gz).
+    json
+        Print shape and figures as JSON.
+    """
+    from pathlib import Path
+
+    from fourfold.cli.schedules import laid
+    from fourfold.schedule.costs import Costs
+
+    return show(laid(name, stages, microbatches, options, Costs(*times, move), [Path(file) for file in out]), json)
+
+
+@schedules.command(name="compare")
+def compare_schedules(
+    first: str,
+    second: str,
+    /,
+    *,
+    stages: int,
+    microbatches: int,
+    times: Annotated[tuple[float, float, float], Parameter(negative="")] = (1.0, 1.0, 1.0),
+    move: float = 0.0,
+    json: Json = False,
+) -> int:
+    """Lay two schedules out over the same model: both timelines, and the first action in which they differ.
+
+    Parameters
+    ----------
+    first, second
+        The schedules.
+    stages
+        Stages of the model.
+    microbatches
+        Micro-batches of a step.
+    times
+        Of a stage's forward, backward by the input, backward by the weight.
+    move
+        Time of a transfer between two workers.
+    json
+        Print the figures of both as JSON.
+    """
+    from fourfold.cli.schedules import Compared, laid
+    from fourfold.schedule.costs import Costs
+
+    costs = Costs(*times, move)
+    both = laid(first, stages, microbatches, (), costs), laid(second, stages, microbatches, (), costs)
+    return show(Compared(both), json)

@@ -33,7 +33,7 @@ def draw(timeline: Timeline, unit: float = 1.0, lane: str = "compute") -> str:
                 continue
             first, stop = round((start - begin) / unit), round((end - begin) / unit)
             for column in range(first, max(stop, first + 1)):
-                row[column] = _label(program.actions[number], several) if column == first else "--"
+                row[column] = label(program.actions[number], several) if column == first else "--"
         rows.append(row)
     columns = max((max(row, default=-1) for row in rows), default=-1) + 1
     width = max((len(cell) for row in rows for cell in row.values()), default=1)
@@ -45,7 +45,8 @@ def draw(timeline: Timeline, unit: float = 1.0, lane: str = "compute") -> str:
     return "\n".join(lines) + "\n"
 
 
-def _label(action: Action, several: bool) -> str:
+def label(action: Action, several: bool) -> str:
+    """The short name of an action; with its stage, where its worker runs `several`."""
     letter = LETTERS.get(action.kind, action.kind[:1].upper())
     if action.kind == UPDATE:
         return letter
