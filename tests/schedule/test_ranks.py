@@ -244,6 +244,20 @@ def test_what_came_is_taken_before_the_next_body_and_kept_until_it_is_wanted() -
     ]
 
 
+def test_what_comes_while_a_body_runs_is_taken_before_the_next_one() -> None:
+    post, program = Scripted(), program_of("gpipe", 2, 2, 2)
+    gradient = next(number for number, one in enumerate(program.actions) if one.source == 1)
+
+    def forward(action: Action) -> None:
+        post.log.append(f"run forward {action.microbatches.start}")
+        if action.microbatches.start == 0:
+            post.coming.append((1, gradient, "early"))
+
+    with pytest.raises(LookupError):
+        drive(program, Ranks(program, 0, {"forward": forward, "backward": forward, "update": forward}, post))
+    assert post.log.index("run forward 0") < post.log.index("put early") < post.log.index("run forward 1")
+
+
 def test_with_nothing_to_run_it_waits_and_says_for_what_in_vain() -> None:
     post, machine, program, _ = scripted(0)
     with pytest.raises(LookupError, match="nobody is there") as caught:

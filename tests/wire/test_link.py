@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fourfold import wire
 from fourfold.ledger import Flow, Ledger
-from fourfold.wire import formulas, message
+from fourfold.wire import formulas
 from fourfold.wire.link import HEADER
 from fourfold.wire.watch import Watch, read_all
 from ranks import Processes, ProcessFailed
@@ -122,22 +122,6 @@ def test_any_message_arrives_in_order_and_its_bytes_are_the_formula(launch: Laun
     assert helpers() == []
 
 
-def test_the_formula_by_hand() -> None:
-    # A header of 256 bytes holds 28 words of a table: two words a tensor and one a dim, one word a None.
-    assert formulas.message([]) == 256
-    assert formulas.message([((2, 3), 4), None, ((0, 5), 8)]) == 256 + 24
-    assert formulas.message([((1,), 8)] * 9) == 256 + 72
-    assert formulas.message([((1,), 8)] * 10) == 256 + 16 + 80
-
-
-def test_a_lone_tensor_is_not_copied_and_several_of_a_dtype_travel_together() -> None:
-    one, two = torch.ones(3, 4), torch.ones(5, dtype=torch.float64)
-    _, first, second = message.pack(1, [one, two])
-    assert (first.data_ptr(), second.data_ptr()) == (one.data_ptr(), two.data_ptr())
-    assert [part.numel() for part in message.pack(1, [one, two, one.t(), None])] == [32, 24, 5]
-    assert [part.numel() for part in message.pack(1, [one[:0], None])] == [32]
-
-
 # ---- nobody is in anybody's way
 
 
@@ -199,8 +183,14 @@ def lets_go(world: wire.World) -> tuple[int, int]:
 
 
 def count_of(numel: int) -> int:
-    gc.collect()
-    return sum(isinstance(one, Tensor) and one.numel() == numel for one in gc.get_objects())
+    """Tensors of so many elements, once the threads have had their turn."""
+    for _ in range(300):
+        gc.collect()
+        left = sum(type(one) is Tensor and one.numel() == numel for one in gc.get_objects())
+        if not left:
+            return 0
+        time.sleep(0.01)
+    return left
 
 
 def test_tensors_are_let_go_as_soon_as_they_have_gone_or_were_taken(gloo: Processes) -> None:
@@ -369,27 +359,6 @@ def test_garbage_is_an_error_that_names_both_ranks(launch: Launch) -> None:
     assert "rank 0, step 0: a message from rank 1 on axis pipe (ranks 0, 1) failed" in text
     assert "found words that are no message of this version: the first is 0x0" in text
     assert helpers() == []
-
-
-def header(*words: int) -> Tensor:
-    return torch.tensor([message.MARK, *words] + [0] * (31 - len(words)))
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ((5, -1, 0), "a table of 0 words cannot describe -1 tensors"),
-        ((5, 2, 1, -1), "a table of 1 words cannot describe 2 tensors"),
-        ((5, 1, 3, 99, 1, 4), "its table describes no tensors"),
-        ((5, 1, 3, -2, 1, 4), "its table describes no tensors"),
-        ((5, 1, 3, 0, 1, -4), "its table describes no tensors"),
-        ((5, 1, 3, 0, 9, 1), "its table describes no tensors"),
-        ((5, 1, 3, 0, 0, 1), "its table says more than 1 tensors"),
-    ],
-)
-def test_a_header_that_cannot_be_is_refused(words: tuple[int, ...], says: str) -> None:
-    with pytest.raises(wire.Mismatch, match=says):
-        message.forms(message.read(header(*words)))
 
 
 def lone(world: wire.World) -> Iterator[tuple[str, Callable[[wire.Links], object]]]:
