@@ -115,7 +115,9 @@ def test_a_checkpoint_goes_on_under_another_plan(pair: int, tmp_path: Path) -> N
     def half(world: wire.World, plan: dict[str, Any], steps: range, folder: Path) -> tuple[list[float], Any]:
         run = parallelize(work.fresh(), work.loss, work.options, plan, world=world, seed=1, example=work.batch(0))
         if steps.start:
-            run.load(checkpoint.latest(folder))
+            newest = checkpoint.latest(folder)
+            assert newest is not None
+            run.load(newest)
         losses = [run.step(work.batch(step)).loss for step in steps]
         if not steps.start:
             run.save(folder)

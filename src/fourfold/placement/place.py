@@ -33,7 +33,7 @@ from fourfold.placement.tensor.split import Split, rehearsed
 from fourfold.placement.tensor.tuning import Tuning
 from fourfold.placement.unit import Unit
 from fourfold.plan import Codec, Events, Placement
-from fourfold.wire import Mesh
+from fourfold.wire import Axis, Mesh
 
 
 def place(
@@ -72,22 +72,19 @@ def place(
     precision = Precision.of(options.precision, device)
     split = None
     if options.grid.cuts_features:
-        stage = _stage(model, anatomy, precision, loss, example)
-        split = rehearsed(stage, anatomy, mesh, options.grid, _tuning(options))
-        trial.attempt(split, model, stage.loss)
+        split = _split(model, anatomy, mesh, options, _stage(model, anatomy, precision, loss, example))
     trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
     sorted_ = _members(model, anatomy, group, options, precision, mesh, split, part)
+    dealt = zip(sorted_, _layouts(sorted_, mesh, split, part), strict=True)
     units: list[Unit] = []
-    for index, (member, layout) in enumerate(zip(sorted_, _layouts(sorted_, mesh, split, part), strict=True)):
+    for index, (member, layout) in enumerate(dealt):
         leaves_last = layout.trained > 0 and not any(unit.arena.layout.trained for unit in units)
         passengers = room(options.parts) if seats and leaves_last else 0
-        axis = mesh.over() if member.still else mesh["z"]
-        resident = member.still or not _sharded(options, mesh)
-        arena = Arena(layout, precision, axis.index, resident=resident, device=device, passengers=passengers)
+        arena = _arena(member, layout, mesh, options, precision, device, passengers)
         arena.fill(fill)
-        hold, stages = options.shard == "optimizer", _stages(member, part)
-        about: dict[str, Any] = {"hold": hold, "codec": codec, "outer": member.outer, "stages": stages}
-        units.append(Unit(index, member.name, arena, axis, member.owners, **about))
+        hold, axis = options.shard == "optimizer", _axis(member, mesh)
+        about: dict[str, Any] = {"codec": codec, "outer": member.outer, "stages": _stages(member, part)}
+        units.append(Unit(index, member.name, arena, axis, member.owners, hold, **about))
     for unit in units:
         unit.install()
     if part is not None:
@@ -97,11 +94,7 @@ def place(
         split.install(model)
     placed = Placed(model, anatomy, mesh, options, units, events, split, part)
     _wrap_blocks(placed, sorted_, reached(anatomy, trained))
-    if part is not None:
-        if part.splits:
-            placed.deferral.attach(module for path in _own(part) for module in model.get_submodule(path).modules())
-        between = None if split is None else split.takeover.between
-        placed.line = Line(model, part.layers, part.bounds, anatomy.blocks, between)
+    _line_up(placed)
     answer_state_dict(model, units, None if split is None else split.assembly)
     write_loaded_state(model, units)
     return placed
@@ -114,8 +107,45 @@ def _stage(
     return Stage.of(model, loss, example, anatomy.traced, precision.compute)
 
 
+def _split(model: nn.Module, anatomy: Anatomy, mesh: Mesh, options: Placement, stage: Stage) -> Split:
+    """How features are cut: rehearsed, and tried on numbers."""
+    split = rehearsed(stage, anatomy, mesh, options.grid, _tuning(options))
+    trial.attempt(split, model, stage.loss)
+    return split
+
+
 def _tuning(options: Placement) -> Tuning:
     return Tuning(options.overlap, options.chunks, Kernels() if options.kernels == "tuned" else None)
+
+
+def _line_up(placed: Placed) -> None:
+    """A pipeline's layers know, from now on, which stage runs; those of this rank may leave gradients undone."""
+    model, split, part = placed.model, placed.split, placed.part
+    if part is None:
+        return
+    if part.splits:
+        placed.deferral.attach(module for path in _own(part) for module in model.get_submodule(path).modules())
+    between = None if split is None else split.takeover.between
+    placed.line = Line(model, part.layers, part.bounds, placed.anatomy.blocks, between)
+
+
+def _axis(member: Members, mesh: Mesh) -> Axis:
+    """Over which its rows are cut."""
+    return mesh.over() if member.still else mesh["z"]
+
+
+def _arena(
+    member: Members,
+    layout: Layout,
+    mesh: Mesh,
+    options: Placement,
+    precision: Precision,
+    device: torch.device,
+    passengers: int,
+) -> Arena:
+    resident = member.still or not _sharded(options, mesh)
+    index = _axis(member, mesh).index
+    return Arena(layout, precision, index, resident=resident, device=device, passengers=passengers)
 
 
 def _sharded(options: Placement, mesh: Mesh) -> bool:

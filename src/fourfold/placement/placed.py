@@ -156,9 +156,7 @@ class Placed:
             torch.autograd.backward(outputs, gradients)
         self.departures.close()
 
-    def backward_input(
-        self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], *, stage: int = 0
-    ) -> list[Undone]:
+    def backward_input(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], *, stage: int = 0) -> list[Undone]:
         """The half of `backward` that the stage before waits for.
 
         Returns:

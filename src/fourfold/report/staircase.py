@@ -40,9 +40,7 @@ def svg(timeline: Timeline, lane: str = "compute") -> str:
     """The picture of one lane of every worker, as one SVG document."""
     program = timeline.program
     height = program.workers * (ROW + GAP) + GAP
-    rows = [
-        f'<text x="4" y="{_top(worker) + ROW - 8}" class="n">{worker}</text>' for worker in range(program.workers)
-    ]
+    rows = [f'<text x="4" y="{_top(worker) + ROW - 8}" class="n">{worker}</text>' for worker in range(program.workers)]
     drawn = [
         f'<g><title>{escape(box.title)}</title><rect x="{box.x:.1f}" y="{_top(box.worker)}" width="{box.width:.1f}" '
         f'height="{ROW}" fill="{box.colour}" stroke="#fff"/>'

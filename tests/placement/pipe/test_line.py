@@ -87,7 +87,7 @@ def in_stages(model: nn.Module, loss: Loss, batch: dict[str, Tensor], bounds: li
 def tiny(kind: str) -> tuple[nn.Module, Loss, dict[str, Tensor]]:
     torch.manual_seed(0)
     tokens = torch.randint(0, 50, (2, 9))
-    common = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
+    common: dict[str, Any] = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
     common["intermediate_size"] = 24
     if kind == "gpt":
         return GPT(Config(50, 16, 3, 16, 2, dropout=0.2, tied=True)), cross_entropy, {"tokens": tokens}
@@ -108,10 +108,10 @@ def tiny(kind: str) -> tuple[nn.Module, Loss, dict[str, Tensor]]:
     if kind == "gpt2":
         config = transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=3, n_head=2, n_positions=16)
         return transformers.GPT2LMHeadModel(config), cross_entropy, {"tokens": tokens}
-    more = {"num_key_value_heads": 1, "tie_word_embeddings": True}
+    more: dict[str, Any] = {"num_key_value_heads": 1, "tie_word_embeddings": True}
     if kind == "OPT":
         common |= {"ffn_dim": common.pop("intermediate_size"), "word_embed_proj_dim": 16}
-        more = {"max_position_embeddings": 32}
+        more: dict[str, Any] = {"max_position_embeddings": 32}
     if kind == "Mixtral":
         more |= {"num_local_experts": 2, "experts_implementation": "eager"}
     config = getattr(transformers, f"{kind}Config")(**common, **more)
@@ -196,8 +196,8 @@ def test_skip_connections_cross_every_cut_between() -> None:
 class Keeps(nn.Linear):
     """What it makes inside gets out by an attribute."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.kept = x * 2
+    def forward(self, input: Tensor) -> Tensor:
+        self.kept = input * 2
         return super().forward(self.kept)
 
 
