@@ -20,7 +20,7 @@ from fourfold import wire
 from fourfold.ledger import Flow, Ledger
 from fourfold.wire import formulas
 from fourfold.wire.link import HEADER
-from fourfold.wire.watch import Watch, read_all
+from fourfold.wire.watch import Watch, path_of, read
 from ranks import Processes, ProcessFailed
 
 Launch = Callable[..., list[Any]]
@@ -184,6 +184,7 @@ def lets_go(world: wire.World) -> tuple[int, int]:
 
 def count_of(numel: int) -> int:
     """Tensors of so many elements, once the threads have had their turn."""
+    left = 1
     for _ in range(300):
         gc.collect()
         left = sum(type(one) is Tensor and one.numel() == numel for one in gc.get_objects())
@@ -322,24 +323,28 @@ def test_a_message_that_does_not_come_in_time_names_who_is_late(gloo: Processes,
 
 
 def test_a_rank_that_waits_for_a_message_shows_in_the_watch(tmp_path: Path) -> None:
-    def body(world: wire.World) -> None:
+    mine = path_of(tmp_path, 0)
+
+    def body(world: wire.World) -> str:
         world.watch = Watch(tmp_path, world.rank)
-        with wire.Links(pipe(world)) as links:
+        axis = pipe(world)
+        axis.barrier()
+        with wire.Links(axis) as links:
             if world.rank == 0:
                 links.expect(1, 1)
                 links.expect(2, 1)
-                links.receive()
-                links.receive()
-                return
-            while not (seen := next(one for one in read_all(tmp_path) if one.rank == 0)).waiting:
+                return f"{links.receive().source} {links.receive().source}"
+            awaited = "message from rank 1, rank 2" if world.rank == 1 else "message from rank 2"
+            while not ((seen := read(mine)).waiting and seen.op == awaited):
                 time.sleep(0.001)
-            assert "waits in message from rank 1, rank 2 on axis pipe (" in str(seen) or world.rank == 2
-            pipe_done.wait(20) if world.rank == 2 else pipe_done.set()
-            links.send(0, 0, [torch.ones(1)], "activation")
+            links.send(0, 0, [torch.ones(1)], "activation").wait()
+        return str(seen)
 
-    pipe_done = threading.Event()
-    wire.threads.launch(3, body)
-    assert not next(one for one in read_all(tmp_path) if one.rank == 0).waiting
+    order, first, second = wire.threads.launch(3, body)
+    assert order == "1 2"
+    assert "waits in message from rank 1, rank 2 on axis pipe (" in first
+    assert "waits in message from rank 2 on axis pipe (" in second
+    assert not read(mine).waiting
 
 
 def garbage(world: wire.World) -> None:
