@@ -18,6 +18,7 @@ from fourfold.schedule import Shape, Timeline, bind, draw, simulate, validate
 from fourfold.schedule.action import MOVE
 from fourfold.schedule.costs import Costs
 from fourfold.schedule.figures import bubble, held
+from fourfold.schedule.order import chunks_of
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def laid(
     """
     try:
         technique = Technique.find("schedule", name, {"microbatches": microbatches, **_options(options)})
-        chunks = technique.options.chunks
+        chunks = chunks_of(technique.options)
         if stages % chunks:
             raise TechniqueError(
                 f"{technique.spelling} gives each worker {chunks} stages: expected a multiple of {chunks}, "

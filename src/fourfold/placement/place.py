@@ -70,9 +70,7 @@ def place(
     """
     refuse(model, anatomy, ranks=options.parts)
     precision = Precision.of(options.precision, device)
-    split = None
-    if options.grid.cuts_features:
-        split = _split(model, anatomy, mesh, options, _stage(model, anatomy, precision, loss, example))
+    split = _split(model, anatomy, mesh, options, precision, loss, example) if options.grid.cuts_features else None
     trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
     sorted_ = _members(model, anatomy, group, options, precision, mesh, split, part)
     dealt = zip(sorted_, _layouts(sorted_, mesh, split, part), strict=True)
@@ -100,15 +98,18 @@ def place(
     return placed
 
 
-def _stage(
-    model: nn.Module, anatomy: Anatomy, precision: Precision, loss: Loss | None, example: Mapping[str, Tensor] | None
-) -> Stage:
-    assert loss is not None and example is not None
-    return Stage.of(model, loss, example, anatomy.traced, precision.compute)
-
-
-def _split(model: nn.Module, anatomy: Anatomy, mesh: Mesh, options: Placement, stage: Stage) -> Split:
+def _split(
+    model: nn.Module,
+    anatomy: Anatomy,
+    mesh: Mesh,
+    options: Placement,
+    precision: Precision,
+    loss: Loss | None,
+    example: Mapping[str, Tensor] | None,
+) -> Split:
     """How features are cut: rehearsed, and tried on numbers."""
+    assert loss is not None and example is not None
+    stage = Stage.of(model, loss, example, anatomy.traced, precision.compute)
     split = rehearsed(stage, anatomy, mesh, options.grid, _tuning(options))
     trial.attempt(split, model, stage.loss)
     return split
@@ -184,9 +185,8 @@ def _stages(member: Members, part: Part | None) -> frozenset[int]:
 def _layouts(sorted_: Sequence[Members], mesh: Mesh, split: Split | None, part: Part | None) -> list[Layout]:
     blocks = {} if split is None else dict(split.assembly.blocks())
     shapes = {name: shape for member in sorted_ for name, shape, _ in member.weights}
-    for name in () if part is None else part.shared:
-        if not part.owns(name):
-            blocks[name] = replace(blocks.get(name) or Block.whole(shapes[name]), owned=False)
+    for name in () if part is None else part.copied:
+        blocks[name] = replace(blocks.get(name) or Block.whole(shapes[name]), owned=False)
     return [Layout.of(member.weights, 1 if member.still else mesh["z"].size, blocks) for member in sorted_]
 
 

@@ -44,16 +44,16 @@ class Microbatches:
 
     microbatches: int = 1
 
-    @property
-    def chunks(self) -> int:
-        """Stages that a worker holds."""
-        return 1
-
     def __post_init__(self) -> None:
         for entry in fields(self):
             value = getattr(self, entry.name)
             if entry.type == "int" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{entry.name}: expected a whole number of at least 1, found {value!r}")
+
+
+def chunks_of(options: object) -> int:
+    """How many stages a worker holds under an order's options: their `chunks`, or one."""
+    return getattr(options, "chunks", 1)
 
 
 class Order(Protocol):

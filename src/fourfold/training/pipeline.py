@@ -14,6 +14,7 @@ from fourfold.placement.refusals import PlacementError
 from fourfold.plan import Plan
 from fourfold.schedule import Program, Shape, bind, validate
 from fourfold.schedule.action import BACKWARD_WEIGHT, FORWARD
+from fourfold.schedule.order import chunks_of
 from fourfold.schedule.work import Work
 from fourfold.training.loss_value import Loss
 
@@ -21,7 +22,7 @@ from fourfold.training.loss_value import Loss
 def shape_of(plan: Plan) -> Shape:
     """Over what the schedule is laid."""
     workers, options = plan.placement.pipe, plan.schedule.options
-    return Shape(workers * options.chunks, options.microbatches, workers, options.chunks)
+    return Shape(workers * chunks_of(options), options.microbatches, workers, chunks_of(options))
 
 
 def program_of(plan: Plan) -> Program:

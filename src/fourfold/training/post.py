@@ -50,5 +50,6 @@ class Post:
         buffer = move.writes[0]
         if buffer.kind == ACTIVATION:
             description, *values = [tensor for tensor in content if tensor is not None]
-            content = self._passes.bundle(buffer.stage, description, values)
-        self._passes.job.buffers[buffer] = content
+            self._passes.job.buffers[buffer] = self._passes.bundle(buffer.stage, description, values)
+        else:
+            self._passes.job.buffers[buffer] = content

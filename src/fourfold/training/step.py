@@ -16,7 +16,7 @@ from fourfold.placement.pipe.shared import SharedGradients
 from fourfold.placement.rows import share
 from fourfold.placement.traffic import Pass
 from fourfold.plan import Rule
-from fourfold.schedule import Action, Body, Inline, Machine, Program, Ranks, drive
+from fourfold.schedule import Action, Body, Inline, Machine, Program, Ranks, Timeline, drive
 from fourfold.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, REDUCE, UPDATE
 from fourfold.training.batch import Batch
 from fourfold.training.loss_value import Loss as Loss
@@ -129,7 +129,7 @@ class Step:
             self.placed.abandon()
         self.placed.begin()
         self._under_way = True
-        timeline = drive(self.program, self._machine)
+        timeline = self._driven(self.program, self._machine)
         self._under_way = False
         if self.ledger.recording:
             self.ledger.spans += timeline.spans()
@@ -143,8 +143,17 @@ class Step:
         self.passes.batches = batches
         program = evaluation(self.program, len(batches))
         with torch.no_grad():
-            drive(program, self._machine_for(program, {FORWARD: self.passes.evaluate}))
+            self._driven(program, self._machine_for(program, {FORWARD: self.passes.evaluate}))
         return self.passes.job.loss, self.passes.job.count
+
+    def _driven(self, program: Program, machine: Machine) -> Timeline:
+        """Run a program; where it fails, the other stages hear of it at once."""
+        try:
+            return drive(program, machine)
+        except BaseException:
+            if self._links is not None:
+                self._links.break_off()
+            raise
 
     def close(self) -> None:
         """End the threads that wait for messages of other stages."""

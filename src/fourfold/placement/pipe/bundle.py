@@ -80,16 +80,12 @@ class _Given(torch.autograd.Function):
     """What came, as if made here: backward has left what reads it when its gradient is there, and it may be changed."""
 
     @staticmethod
-    def forward(value: Tensor) -> Tensor:
+    def forward(ctx: Any, value: Tensor) -> Tensor:
         return value.detach()
 
     @staticmethod
-    def setup_context(context: Any, inputs: Any, output: Tensor) -> None:
-        """Nothing is kept."""
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Tensor:
-        return gradient
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
 
 
 def given(value: Tensor) -> Tensor:

@@ -125,20 +125,20 @@ class Deferral(Uncopied):
 class _Deferred(torch.autograd.Function):
     @staticmethod
     def forward(
-        context: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, product: Product, deferral: Deferral
+        ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, product: Product, deferral: Deferral
     ) -> Tensor:
-        context.save_for_backward(x, weight)
-        context.product, context.deferral, context.weight = product, deferral, weight
+        ctx.save_for_backward(x, weight)
+        ctx.product, ctx.deferral, ctx.weight = product, deferral, weight
         return product.forward(x, weight, bias)
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = context.saved_tensors
-        product, taken = context.product, context.deferral.taken
-        by_input = product.by_input(gradient, x, weight) if context.needs_input_grad[0] else None
-        by_bias = gradient.sum(product.bias_dims(gradient.dim())) if context.needs_input_grad[2] else None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,), (x, weight) = gradients, ctx.saved_tensors
+        product, taken = ctx.product, ctx.deferral.taken
+        by_input = product.by_input(gradient, x, weight) if ctx.needs_input_grad[0] else None
+        by_bias = gradient.sum(product.bias_dims(gradient.dim())) if ctx.needs_input_grad[2] else None
         if taken is None:
             return by_input, product.by_weight(gradient, x, weight), by_bias, None, None
         shape = weight.shape  # its values may leave meanwhile, and are not needed
-        taken.append((context.weight, lambda: product.by_weight(gradient, x, weight.new_empty(()).expand(shape))))
+        taken.append((ctx.weight, lambda: product.by_weight(gradient, x, weight.new_empty(()).expand(shape))))
         return by_input, None, by_bias, None, None

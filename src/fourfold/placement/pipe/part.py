@@ -82,9 +82,10 @@ class Part:
         """The workers that hold a weight, that of its first stage first."""
         return tuple(dict.fromkeys(worker for stage in self.uses(name) for worker in self.homes[stage]))
 
-    def owns(self, name: str) -> bool:
-        """This worker counts the weight, and writes it to checkpoints."""
-        return self.holders(name)[0] == self.worker
+    @property
+    def copied(self) -> list[str]:
+        """Weights of this worker that another one counts, and writes to checkpoints."""
+        return [name for name, who in self.shared.items() if who[0] != self.worker]
 
     def held(self, stage: int) -> frozenset[str]:
         """The weights whose first stage on this worker is `stage`."""
