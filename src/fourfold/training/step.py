@@ -16,12 +16,12 @@ from fourfold.placement.pipe.shared import SharedGradients
 from fourfold.placement.rows import share
 from fourfold.placement.traffic import Pass
 from fourfold.plan import Rule
-from fourfold.schedule import Action, Body, Inline, Machine, Program, Ranks, Timeline, drive
+from fourfold.schedule import Action, Body, Buffer, Inline, Machine, Program, Ranks, Timeline, drive
 from fourfold.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, REDUCE, UPDATE
 from fourfold.training.batch import Batch
 from fourfold.training.loss_value import Loss as Loss
 from fourfold.training.optimizer import Optimizer
-from fourfold.training.passes import Job, Passes
+from fourfold.training.passes import Form, Job, Passes
 from fourfold.training.pipeline import evaluation
 from fourfold.training.post import Post, kind_of
 from fourfold.training.tally import Courier, Exchange, Tally, agreed, not_finite
@@ -91,6 +91,7 @@ class Step:
         self.told = self.rows if self._pipe.size == 1 else self.mesh.over("z", "data", "pipe")
         self._courier: Courier = self.placed.seats or Exchange(self.told, self.device)
         self._under_way = False
+        self._crossed: dict[Buffer, list[Form | None]] = {}
         self._last = _last_backwards(self.program, self._pipe.index)
         self._all_backwards = sum(self._is_own(action) and action.kind in COMPLETING for action in self.program.actions)
         self._updates = sum(self._is_own(action) and action.kind == UPDATE for action in self.program.actions)
@@ -130,7 +131,7 @@ class Step:
         self.placed.begin()
         self._under_way = True
         timeline = self._driven(self.program, self._machine)
-        self._under_way = False
+        self._under_way, self._crossed = False, self.passes.job.forms
         if self.ledger.recording:
             self.ledger.spans += timeline.spans()
         whole, seconds = self._whole, time.perf_counter() - began
@@ -227,7 +228,7 @@ class Step:
         for action in self.program.actions:
             if action.source == self._pipe.index:
                 buffer = action.reads[0]
-                sent = formulas.message(self.passes.job.forms[buffer])
+                sent = formulas.message(self._crossed[buffer])
                 ledger.send(self._pipe.name, kind_of(buffer), "send", sent)
         holders = self.mesh.replica
         if holders.size > 1 and self.optimizer.options.clip is not None:
