@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
 from fourfold.models.gpt import GPT
-from fourfold.training.losses.cross_entropy import cross_entropy
+from fourfold.training.losses.cross_entropy import cross_entropy, summed
 
 RATE, DECAY = 1e-4, 0.01
 """Of AdamW; vectors have no weight decay, as in fourfold."""
@@ -65,6 +66,60 @@ def _deal_packed(qkv: nn.Module, ranks: int) -> None:
         parameter.copy_(parts.transpose(0, 1).reshape(parameter.shape))
 
 
+def pipeline(kind: Any, microbatches: int, cut: tuple[int, ...]) -> Callable[[GPT], Step]:
+    """torch's own pipelining: a schedule class, on stages of so many blocks; embeddings go first and the head last."""
+
+    def peer(model: GPT) -> Step:
+        size, index = dist.get_world_size(), dist.get_rank()
+        numbers = range(index, len(cut), size)
+        parts = [_Part(model, sum(cut[:number]), sum(cut[: number + 1])) for number in numbers]
+        device = torch.device("cpu")
+        stages = [PipelineStage(part, at, len(cut), device) for part, at in zip(parts, numbers, strict=True)]
+        groups = [group for part in parts for group in _groups(part)]
+        optimizer = torch.optim.AdamW(groups, lr=RATE, fused=True)
+        counts: list[int] = []
+
+        def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+            return summed(logits, targets)[0] / counts[-1]
+
+        given = stages if len(stages) > 1 else stages[0]
+        runner = kind(given, microbatches, loss_fn=loss_of, scale_grads=False)
+
+        def step(tokens: Tensor) -> float:
+            inputs, targets, losses = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), []
+            counts.append(targets.numel())
+            ends = index == (len(cut) - 1) % size
+            about: dict[str, Any] = {"target": targets, "losses": losses} if ends else {}
+            runner.step(*([inputs] if index == 0 else []), return_outputs=False, **about)
+            optimizer.step()
+            optimizer.zero_grad()
+            return float(sum(losses)) * size if ends else 0.0  # the ranks' losses are added up when they are compared
+
+        return step
+
+    return peer
+
+
+class _Part(nn.Module):
+    """Some blocks of a GPT, with what lies before the first and after the last."""
+
+    def __init__(self, model: GPT, first: int, last: int) -> None:
+        super().__init__()
+        self.blocks = model.blocks[first:last]
+        self.begins, self.ends = first == 0, last == len(model.blocks)
+        if self.begins:
+            self.tokens, self.positions = model.tokens, model.positions
+        if self.ends:
+            self.norm, self.head = model.norm, model.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.begins:
+            x = self.tokens(x) + self.positions(torch.arange(x.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)) if self.ends else x
+
+
 def _trained(model: GPT, called: nn.Module, *, rows: bool) -> Step:
     """A step with fused AdamW.
 
@@ -90,7 +145,7 @@ def _trained(model: GPT, called: nn.Module, *, rows: bool) -> Step:
     return step
 
 
-def _groups(model: GPT) -> Iterator[dict[str, Any]]:
+def _groups(model: nn.Module) -> Iterator[dict[str, Any]]:
     """A fused update takes either DTensors or plain tensors."""
     for decayed in (True, False):
         for cut in (True, False):

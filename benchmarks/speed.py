@@ -6,6 +6,7 @@
 
 `parameters` are sharded parameters (`z: 2`) beside FSDP2, `depth` the same weights by the z axis of the 4D grid,
 `replicas` whole copies (`data: 2`) beside DDP, and `tensor` is the y axis of the 4D grid beside `parallelize_module`.
+`1f1b` and `interleaved` are pipelines of two workers with eight micro-batches, cut alike, beside torch's schedules.
 
 Both frameworks train the same GPT on the same tokens, in the same two processes, one thread a rank, fused AdamW each.
 A round is the peer, fourfold and the peer again, in alternating order; peer / peer is the control. Printed are medians
@@ -24,7 +25,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
+from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
 from fourfold import wire
 from fourfold.models.gpt import GPT, Config
@@ -78,26 +80,43 @@ class Mode:
         peer: torch's own, from a model to its step.
         name: of the peer.
         target: tokens/s of fourfold ÷ peer that it is to reach.
+        schedule: fourfold's.
     """
 
     placement: dict[str, Any]
     peer: Callable[[GPT], peers.Step]
     name: str
     target: float
+    schedule: dict[str, Any] = field(default_factory=dict)
 
 
 MODES = {
     "parameters": Mode({"z": RANKS, "shard": "parameters"}, peers.fsdp, "FSDP2", 1.05),
     "depth": Mode({"tensor": {"algorithm": "4d", "z": RANKS}}, peers.fsdp, "FSDP2", 1.05),
     "replicas": Mode({"data": RANKS}, peers.ddp, "DDP", 1.0),
+    "1f1b": Mode(
+        {"pipe": RANKS, "cut": [5, 5]},
+        peers.pipeline(Schedule1F1B, 8, (3, 3)),
+        "torch.distributed.pipelining",
+        1.0,
+        {"name": "1f1b", "microbatches": 8},
+    ),
+    "interleaved": Mode(
+        {"pipe": RANKS, "cut": [4, 2, 1, 3]},
+        peers.pipeline(ScheduleInterleaved1F1B, 8, (2, 2, 1, 1)),
+        "torch.distributed.pipelining",
+        1.0,
+        {"name": "interleaved", "microbatches": 8},
+    ),
     "tensor": Mode({"tensor": {"algorithm": "4d", "y": RANKS}}, peers.tensor, "DTensor", 1.15),
 }
 
 
-def ours(size: Size, placement: dict[str, Any], world: wire.World) -> peers.Step:
+def ours(size: Size, mode: Mode, world: wire.World) -> peers.Step:
     """A step of fourfold on the global batch."""
     options = OptimizerOptions(lr=peers.RATE, weight_decay=peers.DECAY)
-    run = parallelize(build(size), cross_entropy, options, {"placement": placement}, world=world)
+    plan = {"placement": mode.placement, **({"schedule": mode.schedule} if mode.schedule else {})}
+    run = parallelize(build(size), cross_entropy, options, plan, world=world)
     return lambda tokens: run.step({"tokens": tokens}).loss
 
 
@@ -136,7 +155,7 @@ def rank(index: int, port: int, arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     world = wire.join("gloo")
     size, mode = SIZES[arguments.size], MODES[arguments.mode]
-    steps = {"fourfold": ours(size, mode.placement, world), "peer": mode.peer(build(size))}
+    steps = {"fourfold": ours(size, mode, world), "peer": mode.peer(build(size))}
     generator = torch.Generator().manual_seed(1)
     shape = (size.rows, size.sequence + 1)
     batches = [torch.randint(size.vocabulary, shape, generator=generator) for _ in range(size.steps)]
