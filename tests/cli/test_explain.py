@@ -32,6 +32,15 @@ def test_a_technique_is_explained_with_its_options() -> None:
     assert set(explain("plan.schedule", None).settings or {}) == {"name", "microbatches"}
 
 
+def test_settings_that_techniques_share_are_explained_where_they_are_declared(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("plan: {placement: {pipe: 2}, schedule: {name: interleaved, microbatches: 4}}\n")
+    loaded = load(str(file), [])
+    assert explain("plan.schedule.microbatches", loaded).docs.startswith("parts into which the rows")
+    chunks = explain("plan.schedule.chunks", loaded)
+    assert chunks.default == 2 and chunks.docs.startswith("stages a worker")
+
+
 def test_the_value_and_its_origin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("train: {steps: 3}\nplan:\n  placement: {z: 2, shard: optimizer}\n")

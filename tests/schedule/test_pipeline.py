@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from fourfold.schedule import Shape, Threads, Virtual, bind, draw, drive, simulate, validate
+from fourfold.schedule import Action, Buffer, Lane, Shape, Threads, Virtual, bind, draw, drive, simulate, validate
 
 GRID = [(p, m, tf, tb) for p in (1, 2, 3, 4, 8) for m in (1, 4, 8, 16) for tf, tb in ((1, 1), (1, 2), (3, 2))]
 
@@ -59,6 +59,29 @@ def test_activations_in_flight_are_the_published_count(one_forward_one_backward,
 def test_nothing_is_held_after_the_last_action(one_forward_one_backward):
     program = bind(one_forward_one_backward(Shape(4, 8)), 4)
     assert all(life.users for life in program.lives)
+
+
+def test_a_move_that_an_order_makes_frees_what_it_took():
+    # worker 0 parks a stash with worker 1 and takes it back: BPipe's evict and load
+    stash, parked, back = (Buffer("stash", 0, 0, version) for version in range(3))
+    forward = Action("forward", 0, range(1), 0, writes=(stash,))
+    evict = Action("move", 0, range(1), 1, "link", (stash,), (parked,), (stash,), source=0)
+    load = Action("move", 0, range(1), 0, "link", (parked,), (back,), (parked,), source=1)
+    backward = Action("backward", 0, range(1), 0, reads=(back,), frees=(back,))
+    program = validate(bind([forward, evict, load, backward], 2), Shape())
+    assert program.actions == (forward, evict, load, backward)
+    assert set(program.lanes) == {Lane(0, "compute"), Lane(0, "link 1"), Lane(1, "link 0")}
+    timeline = simulate(program, lambda action: 1.0)
+    assert timeline.memory(lambda buffer: 1) == {0: [(0, 1), (2, 0), (2, 1), (4, 0)], 1: [(1, 1), (3, 0)]}
+
+
+def test_a_rank_counts_what_it_holds(one_forward_one_backward):
+    # alone, nothing delays what comes in: the last rank has its four activations long before it reads them
+    program = bind(one_forward_one_backward(Shape(3, 4)), 3)
+    size = lambda buffer: int(buffer.kind == "activation")  # noqa: E731
+    found = [drive(program, Rank(worker, by_kind(1, 1, 1))).peaks(size) for worker in range(3)]
+    assert [peaks[worker] for worker, peaks in enumerate(found)] == [3, 4, 4]
+    assert found[0][2] == found[2][0] == 0  # it knows nothing of a worker that it never meets
 
 
 @pytest.mark.parametrize("seed", range(5))

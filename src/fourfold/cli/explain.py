@@ -69,10 +69,12 @@ def _value(holder: Any, name: str, key: str) -> Any:
 
 
 def _docs(owner: Any, name: str) -> str:
-    """The lines about one attribute in a class's docstring, or else the docstring's first line."""
-    docs = inspect.cleandoc(type(owner).__doc__ or "")
-    match = re.search(rf"^ +{name}: (.+(?:\n {{8,}}.+)*)", docs, re.MULTILINE)
-    return " ".join(match[1].split()) if match else docs.partition("\n")[0]
+    """The lines about one attribute in the docstring of the class or of one it extends, else the class's first line."""
+    for kind in type(owner).__mro__:
+        docs = inspect.cleandoc(kind.__doc__ or "")
+        if match := re.search(rf"^ +{name}: (.+(?:\n {{8,}}.+)*)", docs, re.MULTILINE):
+            return " ".join(match[1].split())
+    return inspect.cleandoc(type(owner).__doc__ or "").partition("\n")[0]
 
 
 def _holds(owner: Any, field: dataclasses.Field[Any]) -> str:

@@ -77,7 +77,7 @@ class Action(NamedTuple):
 
     @property
     def where(self) -> int:
-        """The worker whose buffers it reads."""
+        """The worker whose buffers it reads and frees."""
         return self.worker if self.source is None else self.source
 
     def __str__(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import chain, pairwise
 
@@ -29,10 +28,7 @@ def bind(actions: Iterable[Action], workers: int) -> Program:
     listed = _with_moves(placed, _homes(placed, lives), lives)
     copies = tuple(chain.from_iterable(there.values() for there in lives))
     before = _data_edges(len(listed), copies)
-    lane = _lane(listed)
-    lanes: defaultdict[Lane, list[int]] = defaultdict(list)
-    for number, name in enumerate(lane):
-        lanes[name].append(number)
+    lane, lanes = _lanes(listed)
     for numbers in lanes.values():
         if listed[numbers[0]].source is not None:
             numbers.sort(key=lambda number: before[number][:1])
@@ -138,14 +134,17 @@ def _data_edges(count: int, copies: Iterable[Life]) -> list[list[int]]:
     return before
 
 
-def _lane(listed: list[Action]) -> list[Lane]:
-    """Each action's lane: one that a worker names, or, of moves, one for each link."""
-    known: dict[tuple[int, str, int | None], Lane] = {}
-    found = []
-    for action in listed:
+def _lanes(listed: list[Action]) -> tuple[list[Lane], dict[Lane, list[int]]]:
+    """Each action's lane, one that a worker names or, of moves, one for each link; and each lane's actions."""
+    lanes: dict[Lane, list[int]] = {}
+    known: dict[tuple[int, str, int | None], tuple[Lane, list[int]]] = {}
+    lane = []
+    for number, action in enumerate(listed):
         key = (action.worker, action.lane, action.source)
         if key not in known:
-            name = action.lane if action.source is None else f"{action.lane} {action.worker}"
-            known[key] = Lane(action.where, name)
-        found.append(known[key])
-    return found
+            name = Lane(action.where, action.lane if action.source is None else f"{action.lane} {action.worker}")
+            known[key] = name, lanes.setdefault(name, [])
+        name, numbers = known[key]
+        lane.append(name)
+        numbers.append(number)
+    return lane, lanes

@@ -13,10 +13,22 @@ micro-batches. Backwards go the same way from the last chunk. With one chunk tha
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from fourfold.schedule.action import ScheduleError
-from fourfold.schedule.order import Shape
+from fourfold.schedule.order import Microbatches, Shape
 from fourfold.schedule.work import B, F, I, Piece, W
+
+
+@dataclass(frozen=True)
+class Looped(Microbatches):
+    """Settings.
+
+    Attributes:
+        chunks: stages a worker; more of them, a smaller bubble and more transfers.
+    """
+
+    chunks: int = 2  # pyright: ignore[reportIncompatibleMethodOverride]  (a frozen field is as read-only as a property)
 
 
 def fit(shape: Shape, order: str) -> None:

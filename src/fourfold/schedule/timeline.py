@@ -80,8 +80,9 @@ class Timeline:
             if not taken[writer]:
                 begins[life.worker].append(writer)
             taken[writer] += held
-            last = self._last(life)
-            if last is not None:
+            users = life.users
+            last = users[0] if len(users) == 1 else self._last(life)
+            if last is not None and ends[last] is not None:
                 if not given[last]:
                     stops[life.worker].append(last)
                 given[last] += held
@@ -91,12 +92,10 @@ class Timeline:
 
     def _last(self, life: Life) -> int | None:
         """The user that is done last, of those that ran here."""
-        ends, users, freer = self.ends, life.users, life.freer
-        if freer is not None and ends[freer] is not None:
-            return freer  # an edge lets it begin after all others
-        if len(users) == 1:
-            return users[0] if ends[users[0]] is not None else None
-        return max((user for user in users if ends[user] is not None), key=lambda user: ends[user] or 0.0, default=None)
+        if life.freer is not None:
+            return life.freer  # an edge lets it begin after all others
+        ran = [user for user in life.users if self.ends[user] is not None]
+        return max(ran, key=lambda user: self.ends[user] or 0.0, default=None)
 
     def _length(self, number: int) -> float:
         start, end = self.starts[number], self.ends[number]

@@ -16,20 +16,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fourfold.schedule.action import Action
-from fourfold.schedule.looped import fit, fit_rounds, forward_first
-from fourfold.schedule.order import Microbatches, Shape
+from fourfold.schedule.looped import Looped, fit, fit_rounds, forward_first
+from fourfold.schedule.order import Shape
 from fourfold.schedule.work import Work
 
 
 @dataclass(frozen=True)
-class Options(Microbatches):
-    """Settings.
-
-    Attributes:
-        chunks: stages a worker; more of them, a smaller bubble, more transfers and more held.
-    """
-
-    chunks: int = 2
+class Options(Looped):
+    """Settings."""
 
 
 def order(shape: Shape, options: Options) -> Iterator[Action]:

@@ -6,8 +6,9 @@
 2 | .    .    F2.0 F2.1 F2.2 F5.0 I5.0 F5.1 I5.1 F5.2 I5.2 W5.0 I2.0 W5.1 I2.1 W5.2 I2.2 W2.0 W2.1 W2.2 U    U
 ```
 
-ZB-1P as torch.distributed.pipelining interleaves it, after Qi et al. 2023. Times of a worker's whole share: the longest
-idle time within a worker's span is (p - 1)(T_F + T_I - T_W) / v; a worker holds at most p v passes of its v chunks.
+ZB-1P as torch.distributed.pipelining interleaves it, after Qi et al. 2023. Times of a worker's whole share: if no part
+is shorter than T_W, the longest idle time within a worker's span is (p - 1)(T_F + T_I - T_W) / v; every worker holds
+p v passes of its v chunks.
 """
 
 from __future__ import annotations
@@ -16,20 +17,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fourfold.schedule.action import Action
-from fourfold.schedule.looped import fit, fit_rounds, forward_first
-from fourfold.schedule.order import Microbatches, Shape
+from fourfold.schedule.looped import Looped, fit, fit_rounds, forward_first
+from fourfold.schedule.order import Shape
 from fourfold.schedule.work import Work
 
 
 @dataclass(frozen=True)
-class Options(Microbatches):
-    """Settings.
-
-    Attributes:
-        chunks: stages a worker; more of them, a smaller bubble and more transfers.
-    """
-
-    chunks: int = 2
+class Options(Looped):
+    """Settings."""
 
 
 def order(shape: Shape, options: Options) -> Iterator[Action]:

@@ -6,8 +6,9 @@
 2 | .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4 U
 ```
 
-ZB-H1 (Qi et al. 2023, "Zero bubble pipeline parallelism", section 2). The longest idle time within a worker's span is
-(p - 1)(T_F + T_I - T_W); every worker holds at most p micro-batches, until the backward of their weight.
+ZB-H1 (Qi et al. 2023, "Zero bubble pipeline parallelism", section 2). From p micro-batches on, if no part is shorter
+than T_W, the longest idle time within a worker's span is (p - 1)(T_F + T_I - T_W); every worker holds p micro-batches,
+each until the backward of its weight.
 """
 
 from __future__ import annotations

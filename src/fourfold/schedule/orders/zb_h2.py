@@ -6,9 +6,9 @@
 2 | .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5 U
 ```
 
-ZB-H2 (Qi et al. 2023, "Zero bubble pipeline parallelism", section 2). The longest idle time within a worker's span is
-(p - 1)(T_F + T_I - 2 T_W), none with equal times; every worker holds at most 2 p - 1 micro-batches. That a worker's
-next step begins where its last one ends takes an update that waits for no other worker.
+ZB-H2 (Qi et al. 2023, "Zero bubble pipeline parallelism", section 2). From 2 p - 1 micro-batches on, the longest idle
+time within a worker's span is (p - 1)(T_F + T_I - 2 T_W), none with equal times; every worker holds 2 p - 1
+micro-batches. That a worker's next step begins where its last one ends takes an update that waits for no other worker.
 """
 
 from __future__ import annotations
