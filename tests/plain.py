@@ -155,6 +155,7 @@ def rank(
     outcome.weights, outcome.gradients = run.logical_state(), run.logical_gradients()
     outcome.predicted = run.forecast().traffic()
     outcome.measured = run.ledger.traffic(work.steps - 1)
+    run.close()
     return outcome
 
 

@@ -121,7 +121,9 @@ def test_a_checkpoint_goes_on_under_another_plan(pair: int, tmp_path: Path) -> N
         losses = [run.step(work.batch(step)).loss for step in steps]
         if not steps.start:
             run.save(folder)
-        return losses, run.logical_state()
+        state = run.logical_state()
+        run.close()
+        return losses, state
 
     one = wire.threads.launch(Plan.of(first).world, half, first, range(2), tmp_path)
     two = wire.threads.launch(Plan.of(second).world, half, second, range(2, 4), tmp_path)

@@ -28,7 +28,7 @@ class Looped(Microbatches):
         chunks: stages a worker; more of them, a smaller bubble and more transfers.
     """
 
-    chunks: int = 2  # pyright: ignore[reportIncompatibleMethodOverride]  (a frozen field is as read-only as a property)
+    chunks: int = 2
 
 
 def fit(shape: Shape, order: str) -> None:

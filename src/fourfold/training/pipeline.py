@@ -12,7 +12,7 @@ from fourfold.placement.pipe.cuts import balanced, estimated, possible
 from fourfold.placement.pipe.part import Part
 from fourfold.placement.refusals import PlacementError
 from fourfold.plan import Plan
-from fourfold.schedule import Program, Shape, bind, validate
+from fourfold.schedule import Program, ScheduleError, Shape, bind, validate
 from fourfold.schedule.action import BACKWARD_WEIGHT, FORWARD
 from fourfold.schedule.order import chunks_of
 from fourfold.schedule.work import Work
@@ -32,6 +32,11 @@ def program_of(plan: Plan) -> Program:
         ScheduleError: the schedule cannot be laid over so many workers and micro-batches.
     """
     shape = shape_of(plan)
+    if shape.microbatches < shape.workers:
+        raise ScheduleError(
+            f"plan.schedule.microbatches: {shape.workers} workers want at least as many micro-batches, or some always "
+            f"idle; found {shape.microbatches}; try {shape.workers}, or plan.placement.pipe: {shape.microbatches}"
+        )
     return validate(bind(plan.schedule.module.order(shape, plan.schedule.options), shape.workers), shape)
 
 

@@ -291,6 +291,11 @@ class Run:
             if saving is not None:
                 saving.wait()
 
+    def close(self) -> None:
+        """End the threads that carry messages between the stages of a pipeline; the run takes no further step."""
+        if self._step is not None:
+            self._step.close()
+
     def _check_finite(self, folder: Path) -> None:
         broken = not_finite(self._taken.placed)
         if broken is not None:

@@ -69,7 +69,7 @@ class Rank:
         for text in [note] if note else []:
             recorder.write("note", run.number, text=text)
         try:
-            return Trainer(
+            ending = Trainer(
                 run,
                 data,
                 config,
@@ -79,6 +79,8 @@ class Rank:
                 resumed=path is not None,
                 stop=self.stop,
             ).train()
+            run.close()
+            return ending
         finally:
             recorder.close()
 
