@@ -34,6 +34,7 @@ from fourfold.plan import Events, Plan
 from fourfold.training.batch import batch_of
 from fourfold.training.losses.cross_entropy import cross_entropy
 from fourfold.training.optimizer import OptimizerOptions, build, group_of
+from fourfold.training.pipeline import program_of
 from fourfold.training.step import Step
 from fourfold.training.throughput import flops_of, gemm_peak
 
@@ -143,7 +144,8 @@ def ours(size: Size, placement: Mapping[str, object], world: wire.World) -> Call
     )
     rule = plan.sync.module.Rule(plan.sync.options, mesh["data"], events, None)
     optimizer = build(OptimizerOptions(lr=1e-4), placed.shards)
-    step = Step(placed, rule, optimizer, cross_entropy, mesh, mesh.ledger, plan.schedule, 1, world.device, batch)
+    about = mesh, mesh.ledger, program_of(plan), 1, 1, world.device
+    step = Step(placed, rule, optimizer, cross_entropy, *about, batch)
     numbers = iter(range(1 << 30))
     return lambda: step.run(next(numbers), batch, stop=False).loss
 

@@ -13,7 +13,7 @@ from fourfold.plan import Plan
 from fourfold.training import checkpoint
 from fourfold.training.optimizer import OptimizerOptions
 from fourfold.training.run import parallelize
-from plain import Work, assert_equal, gpt, lift_casts, on_threads, serial, stock, worst
+from plain import Work, assert_equal, gpt, on_threads, serial, stock_work, worst
 
 ADAMW = OptimizerOptions(name="adamw", lr=0.02, eps=1e-4, weight_decay=0.1, clip=1.0, warmup=2, steps=4)
 """A key's bias has a gradient of exactly zero, so all of it is rounding, and AdamW divides rounding by `eps`."""
@@ -90,11 +90,15 @@ def test_uneven_cuts(cut: tuple[int, ...]) -> None:
         assert_equal(found, expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_stock_transformers(name: str) -> None:
-    work = Work(stock(name), prepare=lift_casts)
+STOCK = ("llama", "qwen3", "mistral", "mixtral", "gpt2", "opt", "bert", "vit")
+
+
+@pytest.mark.parametrize("pipe", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", STOCK)
+def test_stock_transformers(name: str, pipe: int) -> None:
+    work = stock_work(name)
     expected = serial(work)
-    for found in on_threads(work, plan_of(2)):
+    for found in on_threads(work, plan_of(pipe, microbatches=4)):
         assert_equal(found, expected)
 
 
