@@ -57,6 +57,7 @@ def of_exception(error: BaseException, rank: int, step: int | None, details: Pat
     ours = type(error).__module__.startswith("fourfold.")
     message = " ".join(str(error).split())
     reason = message if ours and message else f"{type(error).__name__}: {message}"
+    reason += "".join(f", {note}" for note in getattr(error, "__notes__", ()) if note.startswith("during "))
     where = str(details) if details else None
     mistake = ours and isinstance(error, ValueError)
     return Failure(rank, step, reason, consequence=_lost(error), details=where, mistake=mistake)
