@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from fourfold.anatomy import Anatomy
-from fourfold.anatomy.layers import layers
+from fourfold.anatomy.layers import Layers, layers
 from fourfold.placement.pipe.cuts import balanced, estimated, possible
 from fourfold.placement.pipe.part import Part
 from fourfold.placement.refusals import PlacementError
@@ -88,16 +88,27 @@ def part_of(
     if given is None:
         bounds = balanced(estimated(model, line), len(stages), allowed=possible(line))
     else:
-        bounds = _said(given, len(stages), [layer.path for layer in line.calls])
+        bounds = _said(given, len(stages), line)
     splits = any(action.kind == BACKWARD_WEIGHT for action in program.actions)
     return Part.of(model, line, bounds, stages, worker, splits=splits)
 
 
-def _said(cut: tuple[int, ...], stages: int, paths: list[str]) -> tuple[int, ...]:
+def _said(cut: tuple[int, ...], stages: int, line: Layers) -> tuple[int, ...]:
     """Bounds of stages with these numbers of layers."""
+    paths = [layer.path for layer in line.calls]
     if len(cut) != stages or sum(cut) != len(paths) or min(cut) < 1:
         raise PlacementError(
             f"plan.placement.cut: expected {stages} numbers of at least 1 that add up to the model's {len(paths)} "
             f"layers ({', '.join(paths)}), found {list(cut)}, which add up to {sum(cut)}; no layer may be left out"
         )
-    return (0, *(sum(cut[: number + 1]) for number in range(stages)))
+    bounds = (0, *(sum(cut[: number + 1]) for number in range(stages)))
+    fit = possible(line)
+    for bound in bounds:
+        if not fit[bound]:
+            places = [at for at in range(1, len(paths)) if fit[at]]
+            raise PlacementError(
+                f"plan.placement.cut: layer {paths[bound]} or one behind it reads what an earlier layer made or "
+                "changed inside (state that they share), which is none of its results and cannot cross; expected "
+                f"cuts before layers {places}, found {bound}"
+            )
+    return bounds
