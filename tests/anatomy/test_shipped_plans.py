@@ -77,7 +77,7 @@ def _found(model: nn.Module, anatomy: Anatomy, layer: str, style: str) -> Any:
     elif style.startswith("embedding"):
         agrees = weight in anatomy.embeddings
     elif style == "mla_kv_a_proj":
-        agrees = said == Whole("x", None)
+        agrees = isinstance(said, Whole) and said.output is None
     elif weight in anatomy.raw:
         agrees = said == Raw("y", True)
     else:

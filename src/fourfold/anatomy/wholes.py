@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count, product
 from typing import NamedTuple
 
@@ -72,14 +72,14 @@ class _Search:
     def best(self, *, bare: bool) -> Roles:
         """Uniform-cost search; the cost of a choice is the number of weights that every rank then holds."""
         order, tries = count(), 0
-        waiting: list[tuple[int, int, Choice, str, Counter[str]]] = []
+        waiting: list[tuple[int, int, Choice, str, str, Counter[str]]] = []
         for outputs in product((None, "x", "y"), repeat=len(self.asked)):
             choice = tuple(sorted(zip(self.asked, outputs, strict=True), key=str))
-            waiting.append((0, next(order), choice, "", Counter()))
+            waiting.append((0, next(order), choice, "", "", Counter()))
         best: tuple[int, int, Roles] | None = None
         seen: set[Choice] = set()
         while waiting and tries < TRIES:
-            cost, _, choice, against, before = heappop(waiting)
+            cost, _, choice, new, against, before = heappop(waiting)
             if choice in seen:
                 continue
             seen.add(choice)
@@ -93,14 +93,15 @@ class _Search:
             kinds = Counter(map(_kind, troubles))
             if kinds[against] >= before[against] > 0:
                 continue  # the choice did not help
-            if kinds.keys() < before.keys():
-                waiting.clear()  # it helped and did no harm: what is left has nothing to do with it
+            if kinds.keys() < before.keys():  # it helped and did no harm: of what is left, only this matters
+                waiting = [one for one in waiting if new in dict(one[2])]
+                heapify(waiting)
             taken = {pattern for pattern, _ in choice}
             for pattern, output in self._candidates(troubles[0], read, bare):
                 if pattern not in taken:
                     more = tuple(sorted((*choice, (pattern, output)), key=str))
                     price = cost + self.costs[self.patterns[pattern][0]]
-                    heappush(waiting, (price, next(order), more, _kind(troubles[0]), kinds))
+                    heappush(waiting, (price, next(order), more, pattern, _kind(troubles[0]), kinds))
         assert best is not None
         return best[2]
 
