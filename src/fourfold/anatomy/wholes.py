@@ -46,11 +46,12 @@ def find(model: nn.Module, transcript: Transcript, blocks: tuple[str, ...], aske
         asked: modules that run whole in any case: paths, in which `*` stands for anything.
     """
     search = _Search(model, transcript, blocks, asked)
-    first = search.best(bare=False)
-    if not first.troubles:
-        return first
-    second = search.best(bare=True)
-    return second if len(second.troubles) < len(first.troubles) else first
+    found: list[Roles] = []
+    for patient, bare in product((False, True), repeat=2):
+        found.append(search.best(bare=bare, patient=patient))
+        if not found[-1].troubles:
+            return found[-1]
+    return min(found, key=lambda roles: len(roles.troubles))
 
 
 class _Search:
@@ -69,8 +70,13 @@ class _Search:
             path: 1 + sum(weight.numel() for weight in module.parameters()) for path, module in self.modules.items()
         }
 
-    def best(self, *, bare: bool) -> Roles:
-        """Uniform-cost search; the cost of a choice is the number of weights that every rank then holds."""
+    def best(self, *, bare: bool, patient: bool) -> Roles:
+        """Uniform-cost search; the cost of a choice is the number of weights that every rank then holds.
+
+        Args:
+            bare: layers may be cut again behind, and tables of biases run whole.
+            patient: where a module helps, try also what follows from its output lying otherwise. It takes longer.
+        """
         order, tries = count(), 0
         waiting: list[tuple[int, int, Choice, str, str, Counter[str]]] = []
         for outputs in product((None, "x", "y"), repeat=len(self.asked)):
@@ -93,8 +99,8 @@ class _Search:
             kinds = Counter(map(_kind, troubles))
             if kinds[against] >= before[against] > 0:
                 continue  # the choice did not help
-            if kinds.keys() < before.keys():  # it helped and did no harm: of what is left, only this matters
-                waiting = [one for one in waiting if new in dict(one[2])]
+            if kinds.keys() < before.keys():  # it helped and did no harm: what is left has nothing to do with it
+                waiting = [one for one in waiting if patient and new in dict(one[2])]
                 heapify(waiting)
             taken = {pattern for pattern, _ in choice}
             for pattern, output in self._candidates(troubles[0], read, bare):
