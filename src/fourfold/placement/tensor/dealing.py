@@ -104,6 +104,7 @@ def deal_weights(model: nn.Module, anatomy: Anatomy, grid: Grid) -> Dealing:
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     names = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
+    _refuse_vectors(anatomy)
     dealing = Dealing(anatomy, {"x": grid.x, "y": grid.y}, names)
     biases = {name: bias_of(model, linear, names) for name, linear in anatomy.linears.items()}
     for group in _groups(anatomy):
@@ -124,6 +125,16 @@ def deal_weights(model: nn.Module, anatomy: Anatomy, grid: Grid) -> Dealing:
     for name, shape in shapes.items():
         dealing.cuts.setdefault(name, Cut(shape, (None,) * len(shape)))
     return dealing
+
+
+def _refuse_vectors(anatomy: Anatomy) -> None:
+    for name, linear in anatomy.linears.items():
+        if "out" not in linear.layout.split(","):
+            raise PlacementError(
+                f"{name}: {linear.module or 'the model'} sums its products with features that lie over "
+                f"{linear.contract}: expected a weight with a dim of output features, found a vector; make it an "
+                "nn.Linear of one feature, or leave out plan.placement.tensor"
+            )
 
 
 def _parent(path: str) -> str:
