@@ -205,7 +205,7 @@ class _Wide(TorchFunctionMode):
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
         if name == "float" and args[0].dtype == torch.float64:
             return args[0]
-        if name == "to":
+        if name in ("to", "type"):
             args = tuple(torch.float64 if value is torch.float32 else value for value in args)
         if kwargs.get("dtype") is torch.float32:
             kwargs["dtype"] = torch.float64
