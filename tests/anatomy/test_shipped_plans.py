@@ -118,8 +118,8 @@ NOT_RUN: dict[str, str] = {}
 EQUAL = "two ranks of the shipped plan give the numbers of one process, and so "
 RECURRENT = (
     "shipped: linear_attn's projections colwise_gather_output, each gathered at once, so that its convolution and "
-    f"delta rule run on all features; ours: linear_attn runs whole on an input gathered once. {EQUAL}do ours on y 2 "
-    "and on x 2 × y 2; the recurrence itself is not split by either"
+    "delta rule run on all features; ours: linear_attn runs whole on an input gathered once, and does not split "
+    f"the recurrence either. {EQUAL}do ours"
 )
 HEAD = (
     "shipped: lm_head rowwise_split_input, input features split and logits summed; ours: normal, words over y, so that "
@@ -132,8 +132,8 @@ CHUNKED = (
 )
 STREAMS = (
     "attn_hc and ffn_hc contract all streams of the residual at once (fn reads them flattened, so its input features "
-    "are repeated ones), and the plan leaves both out, with whole features everywhere but inside of what it splits "
-    f"({EQUAL}"
+    "are repeated ones). The plan leaves both out, with whole features everywhere but inside of what it splits, and "
+    "two ranks of it give the numbers of one process; ours runs both whole. "
 )
 ENTRY = (
     " reads images, whose features are whole: shipped colwise_gather_output, its output gathered; ours: entry, its "
@@ -148,17 +148,16 @@ DIFFERS = {
     "LaraMiniConfig": "shipped: linear_attn.out_proj colwise_gather_output, and nothing of what is before it; ours: "
     f"linear_attn runs whole, as its convolution and delta rule do in the plan. {EQUAL}do ours",
     "Qwen4ExpTextConfig": f"{RECURRENT}. Beside: shipped indexer.index_qk_proj colwise_gather_output, gathered before "
-    "a top-k of words, and input_mix_weight_down rowwise_split_input, summed to whole streams; ours runs both whole",
-    "DeepseekV4Config": f"{STREAMS}would ours, with attn_hc, ffn_hc, hc_head, the MLP and a compressor whole; but the "
-    "search takes 433 readings to that choice on this batch, and stops at 200, so that a grid is refused, by name)",
-    **dict.fromkeys(
-        ("HYV4Config", "HYV4VLTextConfig"),
-        f"{STREAMS}would ours): all of the plan's statements agree but for what hc_head, which runs whole, is read by: "
-        "a head of words is an entry, over x instead of over the plan's one axis",
-    ),
+    "a top-k of words, and input_mix_weight_down rowwise_split_input, summed to whole streams; ours runs both "
+    "whole. On x 2 a grid is refused, by name, where words are repeated",
+    "DeepseekV4Config": f"{STREAMS}On this batch the search takes 433 readings to a choice without troubles (the MLP "
+    "and a compressor whole as well), and stops at 200, so that a grid is refused, by name",
+    "HYV4Config": f"{STREAMS}All statements agree but one: hc_head runs whole too, so that lm_head is an entry, words "
+    "over x instead of over the plan's one axis. A grid is refused, by name, at a view in self_attn",
     "Glm5NextTextConfig": "shipped: o_proj rowwise, in its layers of linear attention as well, whose values the plan "
-    "does not split: two ranks fail there, on a view; ours: linear attention runs whole (equal on y 2), and so do the "
-    "experts, whose router reads the whole streams that ffn_hc gives",
+    "does not split: two ranks fail there, on a view; ours: linear attention runs whole. So do the experts: ffn_hc "
+    "runs whole, and so the zeros like its output, to which they add their sums, are whole beside sums over x. Ours "
+    "gives the numbers of one process on y 2",
     "Gemma3nTextConfig": "all statements agree; but the model itself takes means over all features of its streams, in "
     "no norm, and mixes streams over x with others over y, so that a grid is refused, by name. The plan, which has no "
     "x, leaves these whole, and its two ranks give the numbers of one process",
@@ -178,7 +177,8 @@ DIFFERS = {
     "but that the plan leaves the gradients of q_norm and k_norm partial, which ours sums",
     "MuseGlimmerVisionConfig": f"patch_embedder.patch_embedding{ENTRY}do ours",
     "Llama4VisionConfig": f"patch_embedding.linear{ENTRY}do ours on y 2. {PIXELS}",
-    "Llama4Config": f"patch_embedding.linear{ENTRY}do ours on y 2. {PIXELS}. Shipped: multi_modal_projector.linear_1 "
+    "Llama4Config": f"patch_embedding.linear{ENTRY}do ours on y 2 (the whole plan fails where shared experts "
+    f"are added in place). {PIXELS}. Shipped: multi_modal_projector.linear_1 "
     "colwise_gather_output; ours runs it whole and cuts its output over x, where the words lie that it joins",
     "DogeConfig": "shipped: q, k, v colwise, o_proj rowwise, and dt_proj rowwise, which makes of all values a mask for "
     "every head, whole on every rank beside heads that are split: two ranks fail, masks of 4 heads beside 2. Ours: "
