@@ -149,7 +149,7 @@ DIFFERS = {
     f"linear_attn runs whole, as its convolution and delta rule do in the plan. {EQUAL}do ours",
     "Qwen4ExpTextConfig": f"{RECURRENT}. Beside: shipped indexer.index_qk_proj colwise_gather_output, gathered before "
     "a top-k of words, and input_mix_weight_down rowwise_split_input, summed to whole streams; ours runs both "
-    "whole. On x 2 a grid is refused, by name, where words are repeated",
+    "whole. On x 2 a grid is refused, by name, where streams are repeated",
     "DeepseekV4Config": f"{STREAMS}On this batch the search takes 433 readings to a choice without troubles (the MLP "
     "and a compressor whole as well), and stops at 200, so that a grid is refused, by name",
     "HYV4Config": f"{STREAMS}All statements agree but one: hc_head runs whole too, so that lm_head is an entry, words "
