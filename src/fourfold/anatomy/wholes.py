@@ -99,7 +99,7 @@ class _Search:
             kinds = Counter(map(_kind, troubles))
             if kinds[against] >= before[against] > 0:
                 continue  # the choice did not help
-            # It helped and did no harm: what is left has nothing to do with it, but for other outputs of the same module.
+            # It helped and did no harm: what is left has nothing to do with it, but for the same module cut otherwise.
             if kinds.keys() < before.keys():
                 waiting = [one for one in waiting if patient and new in dict(one[2])]
                 heapify(waiting)
