@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import partial
@@ -25,6 +25,7 @@ from fourfold import randomness, torch_private
 from fourfold.anatomy import Anatomy
 from fourfold.anatomy.blocks import Calls
 from fourfold.anatomy.rehearsal import Rehearsal, sites
+from fourfold.anatomy.stock import OneSequenceARow
 from fourfold.anatomy.twin import twin
 from fourfold.placement.refusals import PlacementError
 from fourfold.placement.tensor.dealing import Dealing
@@ -190,11 +191,14 @@ class Stage:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_fakes", torch_private.fake_mode() if self.kind == "fake" else None)
 
-    def entered(self) -> Any:
-        """The mode that the rehearsal runs in."""
-        if self.kind == "meta":
-            return _OnMeta()
-        return self._fakes or nullcontext()  # type: ignore[attr-defined]
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """The modes that the rehearsal runs in."""
+        fakes = self._fakes or nullcontext()  # type: ignore[attr-defined]
+        with ExitStack() as stack:
+            for mode in (OneSequenceARow(), _OnMeta()) if self.kind == "meta" else (fakes,):
+                stack.enter_context(mode)
+            yield
 
     @classmethod
     def of(cls, model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], kind: str, dtype: torch.dtype) -> Stage:
