@@ -97,7 +97,7 @@ def test_square_algorithms_are_ranked_with_the_others_or_the_note_says_why_not(t
     assert [one.timing.total for one in found.forecasts if one.fits] == sorted(
         one.timing.total for one in found.forecasts if one.fits
     )
-    outlook = plan(traces.subject, slow(4))
+    outlook = plan(traces, slow(4))
     assert "(2d)" in outlook.text() or any(note.startswith("2d q 2: ") for note in outlook.notes)
 
 
@@ -134,7 +134,7 @@ def test_where_nothing_else_fits_a_grid_does():
 
 
 def test_the_table_of_grids_and_its_json(traces):
-    outlook = plan(traces.subject, slow(8))
+    outlook = plan(traces, slow(8))
     text = outlook.text()
     assert "grids, each by its best plan" in text and "estimated by formula alone" in text
     assert "(4d)" in text or "(1d-sequence)" in text
