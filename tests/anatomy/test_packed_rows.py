@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -34,14 +35,11 @@ def test_inside_positions_without_values_that_are_the_same_for_all_rows_are_one_
 
 
 def test_values_are_looked_at_inside_and_outside():
-    def found() -> list[Tensor | None]:
-        return [look(ONE.expand(2, -1)), look(PACKED)]
-
-    outside = found()
-    with OneSequenceARow():
-        inside = found()
-    assert outside[0] is inside[0] is None
-    assert torch.equal(outside[1], inside[1]) and outside[1].tolist() == [[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1]]
+    for around in (nullcontext(), OneSequenceARow()):
+        with around:
+            found = look(PACKED)
+            assert look(ONE.expand(2, -1)) is None
+        assert found is not None and found.tolist() == [[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1]]
 
 
 def test_nobody_else_is_told():

@@ -34,7 +34,8 @@ def plan(
     if given is not None:
         return Outlook(traces.subject, cluster, (forecast(traces, cluster, given),), _notes(traces, cluster))
     found = look(traces, cluster, world=world, tell=tell)
-    return Outlook(traces.subject, cluster, found.forecasts, (*_notes(traces, cluster), *found.left_out), found.estimated)
+    notes = (*_notes(traces, cluster), *found.left_out)
+    return Outlook(traces.subject, cluster, found.forecasts, notes, found.estimated)
 
 
 def _notes(traces: Traces, cluster: Cluster) -> tuple[str, ...]:
