@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import partial
@@ -25,6 +25,7 @@ from fourfold import randomness, torch_private
 from fourfold.anatomy import Anatomy
 from fourfold.anatomy.blocks import Calls
 from fourfold.anatomy.rehearsal import Rehearsal, sites
+from fourfold.anatomy.stock import OneSequenceARow
 from fourfold.anatomy.twin import twin
 from fourfold.placement.refusals import PlacementError
 from fourfold.placement.tensor.dealing import Dealing
@@ -104,22 +105,32 @@ class _Shapes(TorchFunctionMode):
     def __init__(self, calls: Calls, opaque: frozenset[str], run: Run, executors: _Executors) -> None:
         super().__init__()
         self.calls, self.opaque, self.run, self.executors = calls, opaque, run, executors
+        self._within: dict[str, str | None] = {}
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         inside, name = self.calls.inside, getattr(func, "__name__", str(func))
         if name in ("__get__", "__set__") or not self.calls.running:
             return func(*args, **(kwargs or {}))
         self.run.running = f"{inside or 'the model'}: {name}"
-        call = Call.of(func, args, kwargs or {})
+        opaque = self._opaque(inside)
+        noted = opaque is None and not self.executors.running
+        call = Call.of(func, args, kwargs or {}) if noted else None  # before it: some change their arguments' shapes
         result = func(*args, **(kwargs or {}))
         self.run.running = ""
-        opaque = next((path for path in self.opaque if inside == path or inside.startswith(f"{path}.")), None)
         if opaque is not None:
             self.run.inside.setdefault(opaque, []).append(name)
-        elif not self.executors.running and any(isinstance(value, Tensor) for value in leaves((args, result))):
+        elif call is not None and any(isinstance(value, Tensor) for value in leaves((args, result))):
             shapes = tuple(tuple(value.shape) for value in leaves(result) if isinstance(value, Tensor))
             self.run.made.append(Made(inside, name, shapes, call))
         return result
+
+    def _opaque(self, inside: str) -> str | None:
+        """The opaque module that a module is, or is in."""
+        if inside not in self._within:
+            parts = inside.split(".")
+            around = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+            self._within[inside] = next((path for path in around if path in self.opaque), None)
+        return self._within[inside]
 
 
 def run(
@@ -190,11 +201,14 @@ class Stage:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_fakes", torch_private.fake_mode() if self.kind == "fake" else None)
 
-    def entered(self) -> Any:
-        """The mode that the rehearsal runs in."""
-        if self.kind == "meta":
-            return _OnMeta()
-        return self._fakes or nullcontext()  # type: ignore[attr-defined]
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """The modes that the rehearsal runs in."""
+        fakes = self._fakes or nullcontext()  # type: ignore[attr-defined]
+        with ExitStack() as stack:
+            for mode in (OneSequenceARow(), _OnMeta()) if self.kind == "meta" else (fakes,):
+                stack.enter_context(mode)
+            yield
 
     @classmethod
     def of(cls, model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], kind: str, dtype: torch.dtype) -> Stage:
