@@ -53,14 +53,20 @@ def grouped(reading: Reading, op: Op) -> None:
 
 
 def einsum(reading: Reading, op: Op) -> None:
-    """`torch.einsum` of an equation with an arrow and no ellipsis."""
+    """`torch.einsum` of an equation, not of lists."""
     equation = op.argument(0, "equation")
-    if not isinstance(equation, str) or "->" not in equation or "." in equation:
+    if not isinstance(equation, str):
         flow(reading, op)
         return
-    left, out = equation.replace(" ", "").split("->")
-    terms = [Term(ref, letters) for ref, letters in zip(op.operands, left.split(","), strict=True)]
-    product(reading, op, terms, out)
+    left, arrow, out = equation.replace(" ", "").partition("->")
+    if not arrow:
+        letters = sorted(letter for letter in set(left) - set(",.") if left.count(letter) == 1)
+        out = f"{'...' if '...' in left else ''}{''.join(letters)}"
+    counts = [(ref, letters, len(ref.shape) - len(letters) + 3) for ref, letters in zip(op.operands, left.split(","), strict=True)]
+    most = max((count for _, letters, count in counts if "..." in letters), default=0)
+    names = "αβγδεζηθ"[:most]
+    terms = [Term(ref, letters.replace("...", names[most - count :])) for ref, letters, count in counts]
+    product(reading, op, terms, out.replace("...", names))
 
 
 def convolution(reading: Reading, op: Op) -> None:
@@ -85,7 +91,6 @@ def attention(reading: Reading, op: Op) -> None:
     if not spreads:
         return
     heads = len(result.shape) - 3
-    _share(reading, op, spreads)
     lead = max(spreads, key=lambda spread: (spread.axis is not None, reading.spread(query) is spread))
     for ref in (query, key, value):
         _head(reading, op, ref, lead, heads)
@@ -96,13 +101,6 @@ def attention(reading: Reading, op: Op) -> None:
         dims = tuple(_marked(lead, dim) for dim in range(len(result.shape) - 1))
         before = frozenset().union(*(spread.made_of for spread in spreads))
         reading.put(result, Spread(lead.axis, (*dims, plain(result.shape[-1])), before=before))
-
-
-def _share(reading: Reading, op: Op, spreads: list[Spread]) -> None:
-    """What is whole beside split features is used in part."""
-    axis = next((spread.axis for spread in spreads if spread.axis), None)
-    for spread in spreads:
-        reading.in_part(op, spread, axis)
 
 
 def _head(reading: Reading, op: Op, ref: Ref, lead: Spread, heads: int) -> None:
@@ -123,7 +121,6 @@ def _masked(reading: Reading, op: Op, lead: Spread, heads: int) -> None:
     spread = reading.spread(mask)
     if spread is None or spread.dim is None:
         return
-    reading.in_part(op, spread, lead.axis)
     at = spread.dim + len(op.results[0].shape) - len(spread.dims)
     if spread.axis is not None and (spread.axis != lead.axis or at != lead.dim):
         lies = f"heads over {lead.axis}" if lead.axis and lead.dim is not None and lead.dim <= heads else "whole heads"
@@ -142,7 +139,6 @@ def product(reading: Reading, op: Op, terms: list[Term], out: str) -> None:
                 _weighted(reading, op, x, weight, view, shared.pop(), out)
                 return
     result = op.results[0]
-    _share(reading, op, [spread for term in terms if (spread := reading.spread(term.ref)) is not None])
     spreads = [(term, spread) for term in terms if (spread := reading.spread(term.ref)) is not None]
     split = [(term, spread, term.letters[spread.dim]) for term, spread in spreads if spread.dim is not None]
     for _, spread, letter in split:

@@ -7,7 +7,7 @@ features a head keeps together and what is packed side by side. Nothing here kno
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fourfold.anatomy.roles import Dropout, Linear, Norm, Raw, Roles, Trouble, Whole
@@ -61,6 +61,7 @@ class Reading:
         self._units: dict[str, int] = {}
         self._cuts: dict[str, set[int]] = {}
         self._uses = Uses()
+        self._linear: Op | None = None
         self._hidden: str | None = None
         self._norm: str | None = None
 
@@ -125,54 +126,84 @@ class Reading:
         for source in spread.sources:
             self._cuts.setdefault(source.weight, set()).update((source.start, source.stop))
 
-    def joins(self, view: View, spread: Spread, shape: tuple[int, ...]) -> None:
+    def joins(self, op: Op, view: View, spread: Spread, shape: tuple[int, ...]) -> None:
         """A parameter joins a tensor elementwise; `shape` is the view's own, aligned with the tensor on the right."""
         if view.name in self.found.linears or view.name in self.found.embeddings or spread.dim is None:
             return
         at = spread.dim - (len(spread.dims) - len(shape))
         spans = spread.axis is not None and at >= 0 and shape[at] > 1
-        self.found.raw.setdefault(view.name, Raw(spread.axis, spans))
+        raw = self.found.raw.setdefault(view.name, Raw(spread.axis, spans))
+        if spread.axis is not None and not spans:
+            self._uses.note(op.where, segment(view.name, 1), spread.axis)
+        if raw != (spread.axis, spans) and (raw.spans or spans):
+            self.trouble(op, f"{view.name} joins features over {raw.axis} elsewhere, and features over {spread.axis} here")
 
     def linear(self, op: Op, x: Ref, linear: Linear, name: str) -> None:
         """Note a linear that reads `x`; a weight that is used again must be used alike."""
         before = self.found.linears.setdefault(name, linear)
         if before.contract != linear.contract:
             line = f"contracted over {before.contract} by {before.module}, over {linear.contract} by {linear.module}"
-            self.found.troubles.append(Trouble(op.where, f"{name}: {line}", self._made(x)))
+            self.found.troubles.append(Trouble(op.where, f"{name}: {line}", self._makers(x)))
         elif before.unit_in < linear.unit_in:
             self.found.linears[name] = before._replace(unit_in=linear.unit_in)
         if name in self.found.embeddings and linear.contract != "x":
             line = f"a table whose columns lie over x, contracted over {linear.contract} by {linear.module}"
-            self.found.troubles.append(Trouble(op.where, f"{name}: {line}", self._made(x)))
+            self.found.troubles.append(Trouble(op.where, f"{name}: {line}", self._makers(x)))
         self._readers.setdefault(x.number, []).append(name)
-        self.feeds.setdefault(name, set()).update(self._made(x))
-        self._in_full(op.where, self.spread(x))
+        self.feeds.setdefault(name, set()).update(self._makers(x))
+        self._uses.note(op.where, self.made(x), None)
+        self._linear = op
 
-    def _in_full(self, where: str, spread: Spread | None) -> None:
-        """All ranks use these features alike, or sum the gradients of what they make of them."""
-        if spread is not None and spread.axis is None:
-            self._uses.note(where, spread, None)
+    def made(self, ref: Ref) -> frozenset[Segment]:
+        """The whole features that are in a tensor; none in one that is split."""
+        spread = self.spread(ref)
+        if spread is None:
+            return self._uses.within(ref.number)
+        return self._uses.within(ref.number) | spread.made_of if spread.axis is None else frozenset()
 
-    def in_part(self, op: Op, spread: Spread, axis: str | None) -> None:
-        """Every rank of an axis uses these features for split features of its own."""
-        if spread.axis is None and axis is not None:
-            self._uses.note(op.where, spread, axis)
+    def _follow(self, op: Op, given: Sequence[tuple[Ref, Spread | None, frozenset[Segment]]]) -> None:
+        """What a function does with whole features: beside split ones every rank uses them for its own."""
+        made = frozenset().union(*(made for _, _, made in given))
+        axes = {spread.axis for _, spread, _ in given if spread is not None and spread.axis}
+        for axis in axes:
+            self._uses.note(op.where, made, axis)
+        if axes or op is self._linear:
+            return
+        lost = frozenset().union(*(made for _, spread, made in given if spread is None))
+        if all(spread is None for _, spread, _ in given):
+            names = {view.name for ref, _, _ in given if (view := self.view(ref)) is not None}
+            lost = made = made | {Segment(name, 0, 1) for name in names}
+        for result in self._written(op):
+            spread, view = self.spread(result), self.view(result)
+            if spread is None:  # what a parameter joins is said of itself
+                self._uses.put(result.number, made - segment(view.name, 1) if view else made)
+            elif spread.axis is None:
+                self._uses.put(result.number, lost if spread.made_of else made)
+
+    def _written(self, op: Op) -> Iterator[Ref]:
+        """What a function gives, and what it writes to."""
+        for ref in (*op.results, *(op.operands[:1] if op.name == "__setitem__" else ())):
+            yield ref
+            while (window := self.window(ref)) is not None:
+                ref = window[0]
+                yield ref
 
     def inside_block(self, path: str) -> bool:
         """The module is a block or in one."""
         return any(path == block or path.startswith(f"{block}.") for block in self.subject.blocks)
 
-    def _made(self, ref: Ref) -> frozenset[str]:
+    def _makers(self, ref: Ref) -> frozenset[str]:
+        """The weights that are known to have made a tensor's features, split or whole."""
         spread = self.spread(ref)
-        return spread.makers if spread else frozenset()
+        return frozenset(part.weight for part in self.made(ref)) | (spread.makers if spread else frozenset())
 
     def _enter(self, event: Enter) -> None:
         if self._hidden is not None:
             return
         spreads = [spread for spread in map(self.spread, event.inputs) if spread is not None]
         if event.path in self.whole:
-            for spread in spreads:
-                self._in_full(event.path, spread)
+            for ref in event.inputs:
+                self._uses.note(event.path, self.made(ref), None)
             axes = [spread.axis for spread in spreads if spread.axis] or [None]
             self._hidden = event.path
             whole = self.found.whole.setdefault(event.path, Whole(axes[0], self.whole[event.path]))
@@ -192,14 +223,15 @@ class Reading:
             self._hidden = None
             axis = self.whole[event.path]
             for place, ref in enumerate(event.outputs):
-                made = segment(f"{event.path}:{place}", ref.shape[-1]) if ref.shape and axis is None else frozenset()
+                made = frozenset() if axis else segment(f"{event.path}:{place}", ref.shape[-1] if ref.shape else 1)
                 self.put(ref, fresh(axis, ref.shape, -1, made) if ref.shape else None)
+                self._uses.put(ref.number, frozenset() if ref.shape else made)
         if event.path == self._norm:
             self._norm = None
         if event.path == "":
             spreads = list(map(self.spread, event.outputs))
-            for spread in spreads:
-                self._in_full("", spread)
+            for ref in event.outputs:
+                self._uses.note("", self.made(ref), None)
             self.found.outputs = tuple(spread.axis if spread else None for spread in spreads)
 
     def _read(self, op: Op) -> None:
@@ -208,24 +240,35 @@ class Reading:
             kind = "attention" if op.name == "scaled_dot_product_attention" else "dropout"
             self.found.dropouts.append(Dropout(op.where, spread.axis if spread else None, kind))
         if self._hidden is None:
+            given = [(ref, self.spread(ref), self.made(ref)) for ref in op.operands]
             try:
                 self.handlers.get(op.name, self.handlers[""])(self, op)
             except Exception as error:  # any function may be called in a way that nobody thought of
                 self.trouble(op, f"cannot follow features through {op.name}: {type(error).__name__}: {error}")
+            self._follow(op, given)
 
     def _finished(self) -> Roles:
         found = self.found
         for name, linear in found.linears.items():
             parts = _sizes(self._cuts.get(name, set()))
             found.linears[name] = linear._replace(unit_out=self._units.get(name, 1), parts=parts)
-        groups = (tuple(dict.fromkeys(names)) for names in self._readers.values())
+        groups = (group for names in self._readers.values() for group in self._in_blocks(dict.fromkeys(names)))
         found.siblings = tuple(group for group in groups if len(group) > 1)
+        self._uses.settle(found)
         for name, raw in list(found.raw.items()):
             norm = found.norms.get(name.rpartition(".")[0])
             if name in found.linears or name in found.embeddings or (norm is not None and norm == tuple(raw)):
                 del found.raw[name]  # what the norm says holds for its weight
-        self._uses.settle(found)
         return found
+
+
+    def _in_blocks(self, names: Iterable[str]) -> Iterable[tuple[str, ...]]:
+        """Weights that are there at the same time: those of one block, or of none."""
+        found: dict[str, list[str]] = {}
+        for name in names:
+            block = next((block for block in self.subject.blocks if name.startswith(f"{block}.")), "")
+            found.setdefault(block, []).append(name)
+        return map(tuple, found.values())
 
 
 def _sizes(cuts: set[int]) -> tuple[int, ...]:
@@ -289,7 +332,7 @@ def joined(reading: Reading, op: Op, shape: tuple[int, ...]) -> Spread | None:
     for ref in op.operands:
         view = reading.view(ref)
         if view is not None:
-            reading.joins(view, lead, ref.shape)
+            reading.joins(op, view, lead, ref.shape)
     return lead._replace(
         sources=frozenset().union(*(s.sources for s in spreads if s.axis == lead.axis)),
         before=frozenset().union(*(s.before for s in spreads), acting(reading, op, lead)),
@@ -304,7 +347,6 @@ def acting(reading: Reading, op: Op, spread: Spread) -> frozenset[Segment]:
 
 def _agree(reading: Reading, op: Op, lead: Spread, other: Spread) -> None:
     """Of two tensors that are joined, both are split at the same places."""
-    reading.in_part(op, other, lead.axis)
     if other.axis is None and lead.axis is not None:
         if other.dim == lead.dim and not other.shared:
             reading.trouble(op, f"{op.name} joins whole features with features over {lead.axis}", [lead, other])

@@ -30,7 +30,7 @@ def reduce(reading: Reading, op: Op) -> None:
         left = _left(spread, dims, x.shape, result.shape)
         reading.put(result, left and left._replace(before=made))
     for ref, view in views:  # the affine weights of a norm
-        reading.joins(view, spread, ref.shape)
+        reading.joins(op, view, spread, ref.shape)
 
 
 def _left(spread: Spread, dims: set[int], before: tuple[int, ...], after: tuple[int, ...]) -> Spread | None:
@@ -106,7 +106,7 @@ def _affine(reading: Reading, op: Op, spread: Spread) -> None:
     for ref in op.operands[1:]:
         view = reading.view(ref)
         if view is not None:
-            reading.joins(view, spread, (ref.shape[0], *(1,) * (len(spread.dims) - 2)))
+            reading.joins(op, view, spread, (ref.shape[0], *(1,) * (len(spread.dims) - 2)))
 
 
 _PLACES: dict[str, tuple[int, object]] = {

@@ -240,13 +240,12 @@ def _check_parts(reading: Reading, op: Op, lead: Spread, parts: Sequence[Ref], d
         spread, view = reading.spread(part), reading.view(part)
         if spread is not None:
             reading.keep(spread)
-            reading.in_part(op, spread, lead.axis)
             if spread.axis and lead.axis and spread.axis != lead.axis:
                 reading.trouble(op, "cat joins features over x with features over y", [lead, spread])
             elif spread.axis is None and lead.axis is not None and spread.dim == lead.dim != dim and not spread.shared:
                 reading.trouble(op, f"cat joins whole features with features over {lead.axis}", [lead, spread])
         if view is not None:
-            reading.joins(view, lead, part.shape)
+            reading.joins(op, view, lead, part.shape)
 
 
 def copied(reading: Reading, op: Op) -> None:
@@ -274,9 +273,6 @@ def copied(reading: Reading, op: Op) -> None:
     before = reading.spread(base)
     made = part.made_of | (before.made_of if before is not None else frozenset())
     written = Spread(part.axis, tuple(dims), part.sources if shape == base.shape else frozenset(), made)
-    for one, other in ((part, before), (before, part)):
-        if one is not None and other is not None:
-            reading.in_part(op, one, other.axis)
     within = None if part.dim is None else kept[part.dim]
     cut_here = within is not None and shape[part.dim or 0] != base.shape[within]
     if part.axis is not None and cut_here:
