@@ -212,10 +212,14 @@ class _Wide(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def lift_casts(model: nn.Module) -> None:
-    """Norms, rotary tables and routers of stock models compute in float32 whatever they are given; here in float64."""
+def lift_casts(model: nn.Module, *more: str) -> None:
+    """Norms, rotary tables and routers of stock models compute in float32 whatever they are given; here in float64.
+
+    Args:
+        more: how the names of other classes end whose casts are lifted.
+    """
     for module in model.modules():
-        if type(module).__name__.endswith(("RMSNorm", "RotaryEmbedding", "Router")):
+        if type(module).__name__.endswith(("RMSNorm", "RotaryEmbedding", "Router", *more)):
             _lift(module)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fourfold.anatomy.reading import Reading, View, flow, segment
-from fourfold.anatomy.roles import FLIP, Linear, Raw
+from fourfold.anatomy.bystanders import View
+from fourfold.anatomy.reading import Reading, flow, segment
+from fourfold.anatomy.roles import FLIP, Linear
 from fourfold.anatomy.spread import Atom, Spread, fresh, plain
 from fourfold.anatomy.transcript import Op, Ref
 
@@ -44,6 +45,8 @@ def matmul(reading: Reading, op: Op) -> None:
     out = _letters(len(op.results[0].shape) - 2)
     left, right = out[len(out) - len(a.shape) + 2 :], out[len(out) - len(b.shape) + 2 :]
     product(reading, op, [Term(a, f"{left}MK"), Term(b, f"{right}KN")], f"{out}MN")
+    if first:
+        _added(reading, op, op.operands[0])
 
 
 def grouped(reading: Reading, op: Op) -> None:
@@ -101,6 +104,14 @@ def attention(reading: Reading, op: Op) -> None:
         dims = tuple(_marked(lead, dim) for dim in range(len(result.shape) - 1))
         before = frozenset().union(*(spread.made_of for spread in spreads))
         reading.put(result, Spread(lead.axis, (*dims, plain(result.shape[-1])), before=before))
+        _added(reading, op, op.argument(3, "attn_mask"))
+
+
+def _added(reading: Reading, op: Op, ref: object) -> None:
+    """What is added to products, if it has no features, joins those of the result."""
+    view, spread = reading.view(ref), reading.spread(op.results[0])
+    if isinstance(ref, Ref) and view is not None and spread is not None:
+        reading.joins(op, view, spread, ref.shape)
 
 
 def _head(reading: Reading, op: Op, ref: Ref, lead: Spread, heads: int) -> None:
@@ -133,9 +144,9 @@ def product(reading: Reading, op: Op, terms: list[Term], out: str) -> None:
     """A sum of products: letters that `out` lacks are summed over."""
     if len(terms) == 2:
         for x, weight in (terms, terms[::-1]):
-            view = reading.view(weight.ref)
+            view = reading.weight(weight.ref)
             shared = set(x.letters) & set(weight.letters) - set(out)
-            if view is not None and reading.view(x.ref) is None and len(shared) == 1:
+            if view is not None and reading.weight(x.ref) is None and len(shared) == 1:
                 _weighted(reading, op, x, weight, view, shared.pop(), out)
                 return
     result = op.results[0]
@@ -176,8 +187,8 @@ def _weighted(reading: Reading, op: Op, x: Term, weight: Term, view: View, contr
     at, dim = out.index(new[0]), x.letters.index(contracted)
     if spread is not None and spread.axis and spread.dim != dim:
         reading.keep(spread)
-        reading.found.raw.setdefault(view.name, Raw(spread.axis, False))
         letter = x.letters[spread.dim or 0]
+        reading.lies(op, view, spread, weight.letters.index(letter) if letter in weight.letters else None)
         dims = [plain(size) for size in result.shape]
         dims[out.index(letter)] = _marked(spread, spread.dim or 0)
         reading.put(result, Spread(spread.axis, tuple(dims), before=spread.made_of))

@@ -10,17 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fourfold.anatomy.roles import Dropout, Linear, Norm, Raw, Roles, Trouble, Whole
+from fourfold.anatomy.bystanders import Bystanders, View
+from fourfold.anatomy.roles import Beside, Dropout, Linear, Norm, Raw, Roles, Trouble, Whole
 from fourfold.anatomy.spread import Segment, Spread, aligned, fresh
 from fourfold.anatomy.transcript import Enter, Leave, Op, Ref, Transcript
 from fourfold.anatomy.uses import Uses
-
-
-class View(NamedTuple):
-    """A parameter, or a view of one; `dims` says which of its dims each dim is (None: none, -1: several)."""
-
-    name: str
-    dims: tuple[int | None, ...]
 
 
 class Subject(NamedTuple):
@@ -52,10 +46,7 @@ class Reading:
         self.found = Roles()
         self.feeds: dict[str, set[str]] = {}
         self._spreads: dict[int, Spread] = {}
-        self._views: dict[int, View] = {
-            number: View(name, tuple(range(len(subject.sizes[name]))))
-            for number, name in subject.transcript.parameters.items()
-        }
+        self._bystanders = Bystanders(subject.transcript, subject.sizes)
         self._windows: dict[int, tuple[Ref, list[Any]]] = {}
         self._readers: dict[int, list[str]] = {}
         self._units: dict[str, int] = {}
@@ -81,8 +72,13 @@ class Reading:
         return self._spreads.get(ref.number) if isinstance(ref, Ref) else None
 
     def view(self, ref: object) -> View | None:
+        """Of which parameter, buffer or given tensor without features a tensor is a view."""
+        return self._bystanders.view(ref) if isinstance(ref, Ref) else None
+
+    def weight(self, ref: object) -> View | None:
         """The parameter that a tensor is a view of."""
-        return self._views.get(ref.number) if isinstance(ref, Ref) else None
+        view = self.view(ref)
+        return None if view is None or view.fixed else view
 
     def put(self, ref: Ref, spread: Spread | None) -> None:
         """From here on this tensor's features lie so."""
@@ -92,8 +88,8 @@ class Reading:
             self._spreads.pop(ref.number, None)
 
     def put_view(self, ref: Ref, view: View) -> None:
-        """From here on this tensor is a view of a parameter."""
-        self._views[ref.number] = view
+        """From here on this tensor is a view of something without features."""
+        self._bystanders.put(ref, view)
 
     def put_window(self, ref: Ref, base: Ref, steps: list[Any]) -> None:
         """This tensor is what numbers and slices take of another: what is written to it is written there."""
@@ -127,16 +123,38 @@ class Reading:
             self._cuts.setdefault(source.weight, set()).update((source.start, source.stop))
 
     def joins(self, op: Op, view: View, spread: Spread, shape: tuple[int, ...]) -> None:
-        """A parameter joins a tensor elementwise; `shape` is the view's own, aligned with the tensor on the right."""
-        if view.name in self.found.linears or view.name in self.found.embeddings or spread.dim is None:
+        """A tensor without features joins one with; `shape` is the view's own, aligned with the other on the right."""
+        if spread.dim is not None:
+            at = spread.dim - (len(spread.dims) - len(shape))
+            self.lies(op, view, spread, at if at >= 0 and shape[at] > 1 else None)
+
+    def lies(self, op: Op, view: View, spread: Spread, at: int | None) -> None:
+        """Dim `at` of a view runs over the features that a tensor has in its split dim; None: all of it joins each."""
+        if view.name in self.found.linears or view.name in self.found.embeddings:
             return
-        at = spread.dim - (len(spread.dims) - len(shape))
-        spans = spread.axis is not None and at >= 0 and shape[at] > 1
-        raw = self.found.raw.setdefault(view.name, Raw(spread.axis, spans))
+        spans = at is not None and spread.axis is not None
+        dim = view.dims[at] if spans else None
+        if view.fixed:
+            if dim is not None and dim >= 0:
+                self._lies_beside(op, view, spread, dim - view.count)
+            return
+        # Views whose dims nobody can tell are taken for turned ones of vectors; the rehearsal compares their shapes.
+        last = dim - view.count if dim is not None and dim >= 0 else -1
+        mine = Raw(spread.axis, spans, last, spread.apart // spread.together if spans else 1)
+        raw = self.found.raw.setdefault(view.name, mine)
         if spread.axis is not None and not spans:
             self._uses.note(op.where, segment(view.name, 1), spread.axis)
-        if raw != (spread.axis, spans) and (raw.spans or spans):
-            self.trouble(op, f"{view.name} joins features over {raw.axis} elsewhere, and features over {spread.axis} here")
+        if raw != mine and (raw.spans or spans):
+            line = f"{view.name} joins features over {mine.axis} here, and features over {raw.axis} elsewhere"
+            self.trouble(op, line if mine.axis != raw.axis else f"{view.name} joins features in two ways", [spread])
+
+    def _lies_beside(self, op: Op, view: View, spread: Spread, dim: int) -> None:
+        place = (op.where, view.name) if view.place is None else (view.name, view.place)
+        count = spread.dims[spread.split[0]][spread.split[1]].size * spread.together if spread.split else 1
+        mine = Beside(spread.axis or "", dim, count)
+        if place[0] == op.where and self.found.beside.setdefault(place, mine) != mine:
+            what = place[1] if view.place is None else f"what it is given in place {view.place}"
+            self.trouble(op, f"{what} joins split features in two ways", [spread])
 
     def linear(self, op: Op, x: Ref, linear: Linear, name: str) -> None:
         """Note a linear that reads `x`; a weight that is used again must be used alike."""
@@ -171,10 +189,10 @@ class Reading:
             return
         lost = frozenset().union(*(made for _, spread, made in given if spread is None))
         if all(spread is None for _, spread, _ in given):
-            names = {view.name for ref, _, _ in given if (view := self.view(ref)) is not None}
+            names = {view.name for ref, _, _ in given if (view := self.weight(ref)) is not None}
             lost = made = made | {Segment(name, 0, 1) for name in names}
         for result in self._written(op):
-            spread, view = self.spread(result), self.view(result)
+            spread, view = self.spread(result), self.weight(result)
             if spread is None:  # what a parameter joins is said of itself
                 self._uses.put(result.number, made - segment(view.name, 1) if view else made)
             elif spread.axis is None:
@@ -198,6 +216,8 @@ class Reading:
         return frozenset(part.weight for part in self.made(ref)) | (spread.makers if spread else frozenset())
 
     def _enter(self, event: Enter) -> None:
+        featureless = [(place, ref) for place, ref in enumerate(event.inputs) if self.spread(ref) is None]
+        self._bystanders.enter(event.path, featureless)
         if self._hidden is not None:
             return
         spreads = [spread for spread in map(self.spread, event.inputs) if spread is not None]
@@ -219,6 +239,7 @@ class Reading:
             self.found.norms.setdefault(event.path, Norm(spreads[0].axis, False))
 
     def _leave(self, event: Leave) -> None:
+        self._bystanders.leave()
         if event.path == self._hidden:
             self._hidden = None
             axis = self.whole[event.path]
@@ -257,7 +278,7 @@ class Reading:
         self._uses.settle(found)
         for name, raw in list(found.raw.items()):
             norm = found.norms.get(name.rpartition(".")[0])
-            if name in found.linears or name in found.embeddings or (norm is not None and norm == tuple(raw)):
+            if name in found.linears or name in found.embeddings or (norm is not None and norm == raw[:2]):
                 del found.raw[name]  # what the norm says holds for its weight
         return found
 
@@ -295,11 +316,11 @@ def flow(reading: Reading, op: Op) -> None:
 def _flow_of_parameter(reading: Reading, op: Op) -> None:
     """An expanded, cast or shifted parameter is still that parameter."""
     views = [(ref, view) for ref in op.operands if (view := reading.view(ref)) is not None]
-    if len({view.name for _, view in views}) != 1:
+    if len({(view.name, view.place) for _, view in views}) != 1:
         return
     ref, view = views[0]
     for result in op.results:
-        reading.put_view(result, View(view.name, matched(view.dims, ref.shape, result.shape)))
+        reading.put_view(result, view._replace(dims=matched(view.dims, ref.shape, result.shape)))
 
 
 def matched(dims: tuple[int | None, ...], before: tuple[int, ...], after: tuple[int, ...]) -> tuple[int | None, ...]:
@@ -341,7 +362,7 @@ def joined(reading: Reading, op: Op, shape: tuple[int, ...]) -> Spread | None:
 
 def acting(reading: Reading, op: Op, spread: Spread) -> frozenset[Segment]:
     """The parameters that join whole features here: their gradients are as whole, or as partial, as these features'."""
-    views = [view.name for ref in op.operands if (view := reading.view(ref)) is not None]
+    views = [view.name for ref in op.operands if (view := reading.weight(ref)) is not None]
     return frozenset(Segment(name, 0, 1) for name in views) if spread.axis is None else frozenset()
 
 

@@ -69,7 +69,7 @@ def gated(reading: Reading, op: Op) -> None:
 
 def embedding(reading: Reading, op: Op) -> None:
     """`F.embedding`: the columns of a table lie over x."""
-    view, result = reading.view(op.argument(1, "weight")), op.results[0]
+    view, result = reading.weight(op.argument(1, "weight")), op.results[0]
     if view is None:
         return
     reading.found.embeddings[view.name] = "x"
@@ -94,7 +94,7 @@ def channels(reading: Reading, op: Op) -> None:
     """`batch_norm`, `instance_norm`: every channel by itself, but the running statistics are no features."""
     x = op.operands[0]
     spread = reading.spread(x)
-    if spread is not None and spread.axis is not None and any(reading.view(ref) is None for ref in op.operands[1:]):
+    if spread is not None and spread.axis is not None and any(reading.weight(ref) is None for ref in op.operands[1:]):
         reading.trouble(op, f"{op.name} keeps statistics of channels that are split over {spread.axis}", [spread])
     if spread is not None:
         _affine(reading, op, spread)

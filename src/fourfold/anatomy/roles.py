@@ -62,10 +62,28 @@ class Raw(NamedTuple):
         axis: over which the features of these lie.
         spans: its elements run over the split features and are split like them; False if all share it (a scalar, one
             vector for all heads), and its gradient is then partial over the axis.
+        dim: of the parameter, that runs over the split features; counted from the last (-1).
+        unit: how many of these features an element stands for (a scale for each head: those of a head).
     """
 
     axis: str | None
     spans: bool
+    dim: int = -1
+    unit: int = 1
+
+
+class Beside(NamedTuple):
+    """A tensor without features, as each rank has it (a buffer, or what a module is given), that joins split features.
+
+    Attributes:
+        axis: over which these features lie.
+        dim: of the tensor, that runs over them; counted from the last (-1).
+        count: entries that do: where the dim has several times as many (rows × heads), they follow one another so often.
+    """
+
+    axis: str
+    dim: int
+    count: int
 
 
 class Whole(NamedTuple):
@@ -150,6 +168,8 @@ class Roles:
         whole: module path → what is gathered for it and cut after it.
         shared: weight of a reducing linear, or "PATH:PLACE" (the floating outputs of a module that runs whole, by their
             place) → what of these outputs split features use.
+        beside: module path and name of a buffer that it reads, or place among the floating tensors that it is given →
+            how that lies beside split features.
         siblings: groups of linear weights that read the very same tensor, in order of use.
         dropouts: in order of execution.
         outputs: axis of each floating tensor that the root module returned.
@@ -162,6 +182,7 @@ class Roles:
     raw: dict[str, Raw] = field(default_factory=dict)
     whole: dict[str, Whole] = field(default_factory=dict)
     shared: dict[str, Shared] = field(default_factory=dict)
+    beside: dict[tuple[str, str | int], Beside] = field(default_factory=dict)
     siblings: tuple[tuple[str, ...], ...] = ()
     dropouts: list[Dropout] = field(default_factory=list)
     outputs: tuple[str | None, ...] = ()

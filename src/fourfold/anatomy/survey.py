@@ -49,6 +49,8 @@ class Anatomy:
             cut. What is inside one is in none of the others.
         shared: weight of a reducing linear, or "PATH:PLACE" of an output of a module that runs whole → the features of
             it whose gradient is partial over an axis, since split features use them.
+        beside: module path and name of a buffer that it reads, or place among the floating tensors that it is given → the
+            dim of it that runs over split features, and is dealt like them.
         outputs: axis of the features of each floating tensor that the model returned, in order of leaves.
         siblings: groups of linear weights that read the very same tensor.
         dropouts: every dropout in order of execution.
@@ -87,6 +89,7 @@ class Anatomy:
     whole: dict[str, Whole] = field(default_factory=dict)
     outputs: tuple[str | None, ...] = ()
     shared: dict[str, Shared] = field(default_factory=dict)
+    beside: dict[tuple[str, str | int], Beside] = field(default_factory=dict)
 
     @property
     def inexact(self) -> tuple[str, ...]:
@@ -221,6 +224,7 @@ def _run(attempt: Twin, loss: Loss, failures: tuple[str, ...], whole: tuple[str,
         whole=roles.whole,
         outputs=roles.outputs,
         shared=roles.shared,
+        beside=roles.beside,
         repeated=tuple(sorted(rehearsal.repeated | {norm.module for norm in transcript.batch_norms if norm.repeated})),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fourfold.anatomy.reading import Reading, View, flow, joined, matched
+from fourfold.anatomy.reading import Reading, flow, joined, matched
 from fourfold.anatomy.spread import Atom, Spread, aligned, cut, dropped, permuted, plain, reshaped, single
 from fourfold.anatomy.transcript import Op, Ref, is_ref
 
@@ -33,7 +33,7 @@ def permute(reading: Reading, op: Op) -> None:
     order = _order(op, len(x.shape))
     view, spread = reading.view(x), reading.spread(x)
     if view is not None:
-        reading.put_view(result, View(view.name, tuple(view.dims[dim] for dim in order)))
+        reading.put_view(result, view._replace(dims=tuple(view.dims[dim] for dim in order)))
     if spread is not None:
         reading.put(result, permuted(spread, order))
 
@@ -106,7 +106,7 @@ def _views_of_pieces(reading: Reading, op: Op) -> None:
     view = reading.view(op.operands[0])
     for result in op.results if view is not None else ():
         dims = matched(view.dims, op.operands[0].shape, result.shape)  # type: ignore[union-attr]
-        reading.put_view(result, View(view.name, dims))  # type: ignore[union-attr]
+        reading.put_view(result, view._replace(dims=dims))  # type: ignore[union-attr]
 
 
 def taken(reading: Reading, spread: Spread, dim: int, start: int, length: int, step: int = 1) -> Spread:
@@ -156,7 +156,7 @@ def index(reading: Reading, op: Op) -> None:
     _lookup(reading, op, spread, steps, dims, looked_up)
     result = results[0]
     if view is not None:
-        reading.put_view(result, View(view.name, tuple(None if dim is None else view.dims[dim] for dim in dims)))
+        reading.put_view(result, view._replace(dims=tuple(None if dim is None else view.dims[dim] for dim in dims)))
     if piece is not None:
         sizes = zip(dims, result.shape, strict=True)
         atoms = tuple(plain(size) if dim is None else piece.dims[dim] for dim, size in sizes)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from fourfold.anatomy import Anatomy, Linear
+from fourfold.anatomy import Anatomy, Linear, Raw
 from fourfold.placement.cut import Cut, Share, deal
 from fourfold.placement.refusals import NEAREST, PlacementError
 from fourfold.plan.grid import Grid
@@ -62,6 +62,24 @@ class Dealing:
     def note(self, linear: Linear, size: int, share: Share) -> None:
         """A linear's output features are dealt so."""
         self._outputs.setdefault((_parent(linear.module), size, share.axis), share)
+
+    def beside_features(self, scope: str, axis: str, count: int) -> Share:
+        """How a vector of `count` is dealt that joins features in the module `scope`: as these are made there."""
+        return self._outputs.get((scope, count, axis)) or self.evenly(count, axis)
+
+    def beside(self, what: str, scope: str, axis: str, count: int) -> Share:
+        """How a dim of `what` is dealt that runs over split features or heads in the module `scope`: as these are.
+
+        Raises:
+            PlacementError: so many are dealt in several ways.
+        """
+        made, known = self._outputs.get((scope, count, axis)), self.known.get((axis, count), [])
+        if made is None and len(known) > 1:
+            raise PlacementError(
+                f"{what}: {count} entries lie beside features or heads over {axis}, of which so many are dealt in "
+                f"{len(known)} ways: expected one; leave out plan.placement.tensor.{axis}"
+            )
+        return made or (known[0] if known else self.evenly(count, axis))
 
     def remember(self, share: Share, size: int) -> Share:
         """So many features, or heads, are dealt so."""
@@ -116,12 +134,12 @@ def deal_weights(model: nn.Module, anatomy: Anatomy, grid: Grid) -> Dealing:
         for name in _own(model, path, names):
             if not norm.spans and name in anatomy.raw:  # a group norm's: one element a channel
                 continue
-            _deal_vector(dealing, name, shapes, norm.axis, norm.spans, _parent(path))
+            _deal_vector(dealing, name, shapes, Raw(norm.axis, norm.spans), _parent(path))
     for name, raw in anatomy.raw.items():
         if name not in dealing.cuts:
             holder = _parent(name)
             scope = _parent(holder) if holder in anatomy.norms else holder
-            _deal_vector(dealing, name, shapes, raw.axis, raw.spans, scope)
+            _deal_vector(dealing, name, shapes, raw, scope)
     for name, shape in shapes.items():
         dealing.cuts.setdefault(name, Cut(shape, (None,) * len(shape)))
     return dealing
@@ -286,18 +304,19 @@ def _deal_table(dealing: Dealing, name: str, axis: str, shapes: Mapping[str, tup
     dealing.cuts[name] = Cut((rows, width), (None if whole else dealing.evenly(rows, "y"), columns))
 
 
-def _deal_vector(
-    dealing: Dealing, name: str, shapes: Mapping[str, tuple[int, ...]], axis: str | None, spans: bool, scope: str
-) -> None:
-    """A weight that joins activations elementwise: its last dim runs over the features, or it is one for all."""
-    shape = shapes[name]
+def _deal_vector(dealing: Dealing, name: str, shapes: Mapping[str, tuple[int, ...]], raw: Raw, scope: str) -> None:
+    """A weight that joins activations elementwise: one of its dims runs over the features, or it is one for all."""
+    shape, axis = shapes[name], raw.axis
     if axis is None or dealing.sizes[axis] == 1:
         return
-    if not spans:
+    if not raw.spans:
         dealing.partial[name] = axis
         return
-    share = dealing._outputs.get((scope, shape[-1], axis)) or dealing.evenly(shape[-1], axis)
-    _settle(dealing, name, Cut(shape, (*(None for _ in shape[1:]), share)))
+    count, shares = shape[raw.dim], [None] * len(shape)
+    share = dealing.beside(name, scope, axis, count) if raw.unit > 1 else dealing.beside_features(scope, axis, count)
+    shares[raw.dim] = share
+    _refuse_empty(name, share, count, "entries beside features")
+    _settle(dealing, name, Cut(shape, tuple(shares)))
     if share.copies > 1:  # each copy of a head has the gradients of its own queries
         dealing.partial[name] = share
 

@@ -45,7 +45,7 @@ def on_one_axis(anatomy: Anatomy) -> Anatomy:
     return dataclasses.replace(anatomy, **tables, dropouts=dropouts, outputs=tuple(map(moved, anatomy.outputs)))
 
 
-_TABLES = ("linears", "embeddings", "norms", "raw", "whole", "shared")
+_TABLES = ("linears", "embeddings", "norms", "raw", "whole", "shared", "beside")
 
 
 def on_whole_tokens(anatomy: Anatomy) -> Anatomy:

@@ -277,7 +277,12 @@ def _to_meta(value: Any) -> Any:
 
 
 def compare(
-    whole: Run, local: Run, dealing: Dealing, coordinates: Mapping[str, int], gathered: Collection[str]
+    whole: Run,
+    local: Run,
+    dealing: Dealing,
+    coordinates: Mapping[str, int],
+    gathered: Collection[str],
+    rows: int = 1,
 ) -> None:
     """Every shape of the split run is that of the whole run, but where a dim is one that is cut; and so are values.
 
@@ -286,6 +291,7 @@ def compare(
         dealing: what is cut, and how.
         coordinates: of this rank.
         gathered: paths of the modules whose input features are gathered before they run whole.
+        rows: of the batch, which code may fold with heads into one dim.
 
     Raises:
         PlacementError: names the module, the function and the two shapes.
@@ -293,7 +299,7 @@ def compare(
     if isinstance(local.error, PlacementError):
         raise local.error
     _compare_gathered(whole, local, gathered)
-    ways = dealing.ways(coordinates)
+    ways = _with_rows(dealing.ways(coordinates), rows)
     tried: set[str] = set()
     if local.error is None:
         _compare_calls(whole, local)
@@ -319,6 +325,15 @@ def compare(
             f"{local.running or 'the model'} fails on a part of the heads or features ({reason}). Does it take their "
             f"number from an attribute, a config or a buffer that placement does not know? {_REMEDY}"
         ) from local.error
+
+
+def _with_rows(ways: dict[tuple[int, int], list[list[int]]], rows: int) -> dict[tuple[int, int], list[list[int]]]:
+    """The same, and for each of them rows × that, in one dim. (What folds heads into time is told by its numbers.)"""
+    found = {pair: list(listed) for pair, listed in ways.items()}
+    for (size, here), listed in ways.items() if rows > 1 else ():
+        folded = [[row * size + index for row in range(rows) for index in way] for way in listed]
+        found.setdefault((rows * size, rows * here), []).extend(folded)
+    return found
 
 
 _REMEDY = "leave out plan.placement.tensor, or the axis of it that cuts these features"

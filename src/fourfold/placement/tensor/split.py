@@ -123,7 +123,8 @@ class Split:
             path for path, one in run_whole if one.inputs and self.mesh[one.inputs].size > 1 and path not in dealt
         ]
         try:
-            rehearsal.compare(whole, local, self.dealing, self.mesh.coordinates, gathered)
+            rows = max((len(tensor) for tensor in self.example.values() if tensor.dim()), default=1)
+            rehearsal.compare(whole, local, self.dealing, self.mesh.coordinates, gathered, rows)
         except PlacementError as found:
             error = found
         refusing = [index for index, (flag,) in enumerate(axis.collect([float(error is not None)])) if flag]
