@@ -17,14 +17,14 @@ class View(NamedTuple):
     Attributes:
         name: of the parameter or the buffer, or path of the module that is given it.
         dims: which of its dims each dim is (None: none, -1: several).
-        count: of its dims.
+        rank: how many dims it has.
         fixed: it is no parameter.
         place: among the floating tensors that the module is given; None: a parameter or a buffer.
     """
 
     name: str
     dims: tuple[int | None, ...]
-    count: int
+    rank: int
     fixed: bool = False
     place: int | None = None
 
@@ -34,10 +34,9 @@ class Bystanders:
 
     def __init__(self, transcript: Transcript, sizes: Mapping[str, tuple[int, ...]]) -> None:
         """Parameters, of which the sizes are known, and buffers are from the start."""
-        counts = {number: (name, len(sizes[name])) for number, name in transcript.parameters.items()}
-        self._views = {number: _all(name, count) for number, (name, count) in counts.items()}
-        for number, (name, count) in transcript.buffers.items():
-            self._views[number] = _all(name, count)._replace(fixed=True)
+        self._views = {number: _all(name, len(sizes[name])) for number, name in transcript.parameters.items()}
+        for number, (name, rank) in transcript.buffers.items():
+            self._views[number] = _all(name, rank)._replace(fixed=True)
         self._before: list[dict[int, View | None]] = []
 
     def view(self, ref: Ref) -> View | None:
@@ -67,5 +66,5 @@ class Bystanders:
                 self._views[number] = view
 
 
-def _all(name: str, count: int) -> View:
-    return View(name, tuple(range(count)), count)
+def _all(name: str, rank: int) -> View:
+    return View(name, tuple(range(rank)), rank)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fourfold.anatomy.bystanders import View
-from fourfold.anatomy.reading import Reading, flow, segment
+from fourfold.anatomy.joins import flow
+from fourfold.anatomy.reading import Reading, segment
 from fourfold.anatomy.roles import FLIP, Linear
 from fourfold.anatomy.spread import Atom, Spread, fresh, plain
 from fourfold.anatomy.transcript import Op, Ref
@@ -65,7 +66,10 @@ def einsum(reading: Reading, op: Op) -> None:
     if not arrow:
         letters = sorted(letter for letter in set(left) - set(",.") if left.count(letter) == 1)
         out = f"{'...' if '...' in left else ''}{''.join(letters)}"
-    counts = [(ref, letters, len(ref.shape) - len(letters) + 3) for ref, letters in zip(op.operands, left.split(","), strict=True)]
+    counts = [
+        (ref, letters, len(ref.shape) - len(letters) + 3)
+        for ref, letters in zip(op.operands, left.split(","), strict=True)
+    ]
     most = max((count for _, letters, count in counts if "..." in letters), default=0)
     names = "αβγδεζηθ"[:most]
     terms = [Term(ref, letters.replace("...", names[most - count :])) for ref, letters, count in counts]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from fourfold.anatomy.bystanders import Bystanders, View
 from fourfold.anatomy.roles import Beside, Dropout, Linear, Norm, Raw, Roles, Trouble, Whole
-from fourfold.anatomy.spread import Segment, Spread, aligned, fresh
+from fourfold.anatomy.spread import Segment, Spread, fresh
 from fourfold.anatomy.transcript import Enter, Leave, Op, Ref, Transcript
 from fourfold.anatomy.uses import Uses
 
@@ -53,6 +53,8 @@ class Reading:
         self._cuts: dict[str, set[int]] = {}
         self._uses = Uses()
         self._linear: Op | None = None
+        self._read_whole: dict[str, str] = {}
+        self._entered: dict[str, str | None] = {}
         self._hidden: str | None = None
         self._norm: str | None = None
 
@@ -132,15 +134,15 @@ class Reading:
         """Dim `at` of a view runs over the features that a tensor has in its split dim; None: all of it joins each."""
         if view.name in self.found.linears or view.name in self.found.embeddings:
             return
-        spans = at is not None and spread.axis is not None
-        dim = view.dims[at] if spans else None
+        dim = view.dims[at] if at is not None and spread.axis is not None else None
+        spans = dim is not None
         if view.fixed:
             if dim is not None and dim >= 0:
-                self._lies_beside(op, view, spread, dim - view.count)
+                self._lies_beside(op, view, spread, dim - view.rank)
             return
         # Views whose dims nobody can tell are taken for turned ones of vectors; the rehearsal compares their shapes.
-        last = dim - view.count if dim is not None and dim >= 0 else -1
-        mine = Raw(spread.axis, spans, last, spread.apart // spread.together if spans else 1)
+        last = dim - view.rank if dim is not None and dim >= 0 else -1
+        mine = Raw(spread.axis, spans, last, spans and spread.apart > spread.together)
         raw = self.found.raw.setdefault(view.name, mine)
         if spread.axis is not None and not spans:
             self._uses.note(op.where, segment(view.name, 1), spread.axis)
@@ -149,12 +151,11 @@ class Reading:
             self.trouble(op, line if mine.axis != raw.axis else f"{view.name} joins features in two ways", [spread])
 
     def _lies_beside(self, op: Op, view: View, spread: Spread, dim: int) -> None:
-        place = (op.where, view.name) if view.place is None else (view.name, view.place)
-        count = spread.dims[spread.split[0]][spread.split[1]].size * spread.together if spread.split else 1
-        mine = Beside(spread.axis or "", dim, count)
-        if place[0] == op.where and self.found.beside.setdefault(place, mine) != mine:
-            what = place[1] if view.place is None else f"what it is given in place {view.place}"
-            self.trouble(op, f"{what} joins split features in two ways", [spread])
+        module, name = (op.where, view.name) if view.place is None else (view.name, view.place)
+        size = spread.dims[spread.split[0]][spread.split[1]].size * spread.together if spread.split else 1
+        mine = Beside(spread.axis or "", dim, size, spread.apart > spread.together, module, name)
+        if module == op.where and self.found.beside.setdefault(f"{module}:{name}", mine) != mine:
+            self.trouble(op, f"{mine.what} joins split features in two ways", [spread])
 
     def linear(self, op: Op, x: Ref, linear: Linear, name: str) -> None:
         """Note a linear that reads `x`; a weight that is used again must be used alike."""
@@ -202,7 +203,7 @@ class Reading:
         """What a function gives, and what it writes to."""
         for ref in (*op.results, *(op.operands[:1] if op.name == "__setitem__" else ())):
             yield ref
-            while (window := self.window(ref)) is not None:
+            while (window := self.window(ref)) is not None and window[0].number < ref.number:
                 ref = window[0]
                 yield ref
 
@@ -221,6 +222,8 @@ class Reading:
         if self._hidden is not None:
             return
         spreads = [spread for spread in map(self.spread, event.inputs) if spread is not None]
+        if event.path in self.subject.blocks and spreads:
+            self._entered[event.path] = spreads[0].axis
         if event.path in self.whole:
             for ref in event.inputs:
                 self._uses.note(event.path, self.made(ref), None)
@@ -243,12 +246,20 @@ class Reading:
         if event.path == self._hidden:
             self._hidden = None
             axis = self.whole[event.path]
+            if axis and any(ref.shape[-1:] == (1,) for ref in event.outputs):
+                line = f"{event.path}: gives a single feature, which is not to be cut"
+                self.found.troubles.append(Trouble(event.path, line, frozenset()))
             for place, ref in enumerate(event.outputs):
                 made = frozenset() if axis else segment(f"{event.path}:{place}", ref.shape[-1] if ref.shape else 1)
                 self.put(ref, fresh(axis, ref.shape, -1, made) if ref.shape else None)
                 self._uses.put(ref.number, frozenset() if ref.shape else made)
         if event.path == self._norm:
             self._norm = None
+        if event.path in self._entered and event.outputs and (given := self.spread(event.outputs[0])) is not None:
+            before = self._entered.pop(event.path)
+            if before != given.axis and any(path.startswith(f"{event.path}.") for path in self.found.whole):
+                line = f"takes features over {before}, and gives them over {given.axis} by what runs whole in it"
+                self.found.troubles.append(Trouble(event.path, f"{event.path}: {line}", frozenset()))
         if event.path == "":
             spreads = list(map(self.spread, event.outputs))
             for ref in event.outputs:
@@ -260,7 +271,10 @@ class Reading:
             spread = self.spread(op.operands[0]) if self._hidden is None else None
             kind = "attention" if op.name == "scaled_dot_product_attention" else "dropout"
             self.found.dropouts.append(Dropout(op.where, spread.axis if spread else None, kind))
-        if self._hidden is None:
+        if self._hidden is not None:
+            views = [view for ref in op.operands if (view := self.weight(ref)) is not None]
+            self._read_whole.update((view.name, self._hidden) for view in views)
+        else:
             given = [(ref, self.spread(ref), self.made(ref)) for ref in op.operands]
             try:
                 self.handlers.get(op.name, self.handlers[""])(self, op)
@@ -275,13 +289,16 @@ class Reading:
             found.linears[name] = linear._replace(unit_out=self._units.get(name, 1), parts=parts)
         groups = (group for names in self._readers.values() for group in self._in_blocks(dict.fromkeys(names)))
         found.siblings = tuple(group for group in groups if len(group) > 1)
+        for name, path in self._read_whole.items():
+            if name in found.linears or name in found.embeddings:
+                line = f"{path}: runs whole, and reads {name}, which is split elsewhere"
+                found.troubles.append(Trouble(path, line, frozenset([name])))
         self._uses.settle(found)
         for name, raw in list(found.raw.items()):
             norm = found.norms.get(name.rpartition(".")[0])
             if name in found.linears or name in found.embeddings or (norm is not None and norm == raw[:2]):
                 del found.raw[name]  # what the norm says holds for its weight
         return found
-
 
     def _in_blocks(self, names: Iterable[str]) -> Iterable[tuple[str, ...]]:
         """Weights that are there at the same time: those of one block, or of none."""
@@ -300,78 +317,3 @@ def _sizes(cuts: set[int]) -> tuple[int, ...]:
 def segment(name: str, size: int) -> frozenset[Segment]:
     """The whole output of a linear."""
     return frozenset([Segment(name, 0, size)])
-
-
-def flow(reading: Reading, op: Op) -> None:
-    """What is not known by name keeps the place of its operands' features: everything elementwise does."""
-    results = op.results
-    spreads = [spread for spread in map(reading.spread, op.operands) if spread is not None]
-    if not spreads:
-        _flow_of_parameter(reading, op)
-        return
-    for result in results:
-        reading.put(result, joined(reading, op, result.shape))
-
-
-def _flow_of_parameter(reading: Reading, op: Op) -> None:
-    """An expanded, cast or shifted parameter is still that parameter."""
-    views = [(ref, view) for ref in op.operands if (view := reading.view(ref)) is not None]
-    if len({(view.name, view.place) for _, view in views}) != 1:
-        return
-    ref, view = views[0]
-    for result in op.results:
-        reading.put_view(result, view._replace(dims=matched(view.dims, ref.shape, result.shape)))
-
-
-def matched(dims: tuple[int | None, ...], before: tuple[int, ...], after: tuple[int, ...]) -> tuple[int | None, ...]:
-    """Which dims of a parameter the dims of a view's view are: by their sizes from the right, else in order."""
-    shift = len(after) - len(before)
-    if shift >= 0 and all(size in (1, after[at + shift]) for at, size in enumerate(before)):
-        return (*(None,) * shift, *(dim if size > 1 else None for dim, size in zip(dims, before, strict=True)))
-    real = [(size, dim) for size, dim in zip(before, dims, strict=True) if size > 1]
-    if [size for size, _ in real] == [size for size in after if size > 1]:
-        left = iter(dim for _, dim in real)
-        return tuple(next(left) if size > 1 else None for size in after)
-    return tuple(-1 if size > 1 else None for size in after)
-
-
-def joined(reading: Reading, op: Op, shape: tuple[int, ...]) -> Spread | None:
-    """Where the features of the result lie, if all operands are joined elementwise; notes what that says of them."""
-    placed = [(ref, aligned(spread, shape)) for ref in op.operands if (spread := reading.spread(ref)) is not None]
-    spreads = [spread for _, spread in placed if spread is not None]
-    if len(spreads) < len(placed):
-        given = [reading.spread(ref) for ref, _ in placed]
-        axis = next((spread.axis for spread in given if spread and spread.axis), None)
-        if axis is not None:
-            reading.trouble(op, f"cannot follow features over {axis} through {op.name}", given)
-        return None
-    if len({spread.axis for spread in spreads if spread.axis}) > 1:
-        reading.trouble(op, f"{op.name} joins features over x with features over y", spreads)
-    lead = max(spreads, key=lambda spread: (spread.axis is not None, spread.together))
-    for other in spreads:
-        _agree(reading, op, lead, other)
-    for ref in op.operands:
-        view = reading.view(ref)
-        if view is not None:
-            reading.joins(op, view, lead, ref.shape)
-    return lead._replace(
-        sources=frozenset().union(*(s.sources for s in spreads if s.axis == lead.axis)),
-        before=frozenset().union(*(s.before for s in spreads), acting(reading, op, lead)),
-    )
-
-
-def acting(reading: Reading, op: Op, spread: Spread) -> frozenset[Segment]:
-    """The parameters that join whole features here: their gradients are as whole, or as partial, as these features'."""
-    views = [view.name for ref in op.operands if (view := reading.weight(ref)) is not None]
-    return frozenset(Segment(name, 0, 1) for name in views) if spread.axis is None else frozenset()
-
-
-def _agree(reading: Reading, op: Op, lead: Spread, other: Spread) -> None:
-    """Of two tensors that are joined, both are split at the same places."""
-    if other.axis is None and lead.axis is not None:
-        if other.dim == lead.dim and not other.shared:
-            reading.trouble(op, f"{op.name} joins whole features with features over {lead.axis}", [lead, other])
-    elif other.dim != lead.dim and other.axis == lead.axis:
-        reading.trouble(op, f"{op.name} joins features over {lead.axis} that lie in different dims", [lead, other])
-    else:
-        reading.keep(other, lead.together * other.apart // other.together)

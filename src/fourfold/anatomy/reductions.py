@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fourfold.anatomy.reading import Reading, acting, flow, segment
+from fourfold.anatomy.joins import acting, flow
+from fourfold.anatomy.reading import Reading, segment
 from fourfold.anatomy.spread import Spread, dropped, fresh, plain
 from fourfold.anatomy.transcript import Op, is_ref
 from fourfold.anatomy.views import taken

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fourfold.anatomy.blocks import Call, Calls, blocks
 from fourfold.anatomy.rehearsal import Rehearsal
-from fourfold.anatomy.roles import BATCH_NORMS, BatchNorm, Dropout, Linear, Norm, Raw, Shared, Whole
+from fourfold.anatomy.roles import BATCH_NORMS, BatchNorm, Beside, Dropout, Linear, Norm, Raw, Shared, Whole
 from fourfold.anatomy.rows import Forward, find, rows_of, with_telling_rows
 from fourfold.anatomy.ties import own_names, ties
 from fourfold.anatomy.transcript import Transcript
@@ -49,8 +49,8 @@ class Anatomy:
             cut. What is inside one is in none of the others.
         shared: weight of a reducing linear, or "PATH:PLACE" of an output of a module that runs whole → the features of
             it whose gradient is partial over an axis, since split features use them.
-        beside: module path and name of a buffer that it reads, or place among the floating tensors that it is given → the
-            dim of it that runs over split features, and is dealt like them.
+        beside: "MODULE:NAME" of a buffer that a module reads, or of the place of a tensor that it is given → the dim of
+            it that runs over split features, and is dealt like them.
         outputs: axis of the features of each floating tensor that the model returned, in order of leaves.
         siblings: groups of linear weights that read the very same tensor.
         dropouts: every dropout in order of execution.
@@ -89,7 +89,7 @@ class Anatomy:
     whole: dict[str, Whole] = field(default_factory=dict)
     outputs: tuple[str | None, ...] = ()
     shared: dict[str, Shared] = field(default_factory=dict)
-    beside: dict[tuple[str, str | int], Beside] = field(default_factory=dict)
+    beside: dict[str, Beside] = field(default_factory=dict)
 
     @property
     def inexact(self) -> tuple[str, ...]:

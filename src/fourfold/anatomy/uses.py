@@ -3,7 +3,7 @@
 A gradient that comes back from the second is partial. It is summed where the features were made: at the output of a
 module that runs whole, feature by feature (of the latents of multi-head latent attention, the keys that all heads share
 are used by the heads here, and the rest by a linear that sums for itself). A parameter that acts upon such features in
-between (a norm's weight), or that is combined with others before it does (`exp(a * b)`), has a partial gradient as well.
+between (a norm's weight), or is combined with others before it does (`exp(a * b)`), has a partial gradient as well.
 
 What a tensor is made of is followed through every function alike, whatever becomes of its dims: a gate may have been
 squeezed, looked up, scattered and contracted before it meets split features.

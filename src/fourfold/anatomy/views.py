@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fourfold.anatomy.reading import Reading, flow, joined, matched
+from fourfold.anatomy.joins import flow, joined, matched
+from fourfold.anatomy.reading import Reading
 from fourfold.anatomy.spread import Atom, Spread, aligned, cut, dropped, permuted, plain, reshaped, single
 from fourfold.anatomy.transcript import Op, Ref, is_ref
 

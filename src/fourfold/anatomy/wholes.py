@@ -19,7 +19,8 @@ from typing import NamedTuple
 from torch import nn
 
 from fourfold.anatomy import contractions, reductions, views
-from fourfold.anatomy.reading import Reading, Subject, flow
+from fourfold.anatomy.joins import flow
+from fourfold.anatomy.reading import Reading, Subject
 from fourfold.anatomy.roles import BATCH_NORMS, Roles, Trouble
 from fourfold.anatomy.ties import own_names
 from fourfold.anatomy.transcript import Transcript

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -15,9 +15,9 @@ from plain import assert_equal, disturbed, on_threads, serial
 
 from .test_refused import HIDDEN, WIDTH, Vectors, plan, refusals
 
-GRIDS = ({"x": 2}, {"y": 2}, {"x": 2, "y": 2}, {"x": 2, "z": 2})
+GRIDS = ({"x": 2}, {"y": 2}, {"x": 2, "z": 2}, {"x": 2, "y": 2})
 
-Mixture = Callable[[Tensor, Tensor], Tensor]
+Mixture = Callable[[Tensor, Tensor], Any]
 """Of scores [rows, time, experts] and what each expert makes [rows, time, experts, width]."""
 
 
@@ -123,15 +123,87 @@ def exact(net: nn.Module, grid: dict[str, int]) -> None:
         assert_equal(found, serial(work))
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize("name", MIXTURES)
+def pairs(names: Iterable[str]) -> list[Any]:
+    """Every name on the grid of two axes; on each of the others, every third."""
+    found = [(name, GRIDS[-1]) for name in names]
+    found += [(name, grid) for at, grid in enumerate(GRIDS[:-1]) for name in list(names)[at::3]]
+    return [pytest.param(name, grid, id=f"{name} {grid}") for name, grid in found]
+
+
+@pytest.mark.parametrize(("name", "grid"), pairs(MIXTURES))
 def test_mixtures_of_dense_experts_equal_one_process(name: str, grid: dict[str, int]) -> None:
     torch.manual_seed(0)
     exact(Mixed(MIXTURES[name]), grid)
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize(("name", "grid"), pairs(GATES))
 def test_gates_on_the_residual_equal_one_process(name: str, grid: dict[str, int]) -> None:
     torch.manual_seed(0)
     exact(Gated(GATES[name]), grid)
+
+
+# ---- what no sum would make right
+
+
+class Twice(nn.Module):
+    """Something of its own is used on the residual, and again on hidden features."""
+
+    def __init__(self, gate: Gate, again: Gate) -> None:
+        super().__init__()
+        self.enter, self.leave, self.score = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5), nn.Linear(WIDTH, 1)
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scalar, self.vector = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.ones(WIDTH))
+        self.gate, self.again = gate, again
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.enter(x)
+        gate = self.gate(self, x)
+        hidden = self.up(x).tanh()
+        x = x * gate + self.down(hidden * self.again(self, gate))
+        return self.leave(x.mean(1)), gate
+
+
+def weighed(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    """Cross-entropy of the first output, and a penalty on the second."""
+    logits, gate = model(batch["inputs"])
+    return F.cross_entropy(logits, batch["targets"], reduction="sum") + gate.square().sum(), len(logits)
+
+
+SCORE = "score.weight: used with features over x by"
+TWICE: dict[str, tuple[Gate, Gate, str]] = {
+    "scalar": (lambda net, x: net.scalar.exp(), lambda net, gate: net.scalar, "scalar: used with features over x by"),
+    "both axes": (lambda net, x: net.score(x), lambda net, gate: gate, SCORE),
+    "returned": (
+        lambda net, x: net.score(x),
+        lambda net, gate: net.scalar,
+        SCORE,
+    ),
+}
+
+
+def first(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    """Cross-entropy of the first output."""
+    logits, _ = model(batch["inputs"])
+    return F.cross_entropy(logits, batch["targets"], reduction="sum"), len(logits)
+
+
+def test_a_vector_on_the_residual_and_on_as_many_hidden_features_is_exact() -> None:
+    """With x = y every shape would fit, and features would be given the factors of others."""
+    torch.manual_seed(0)
+    net = Twice(lambda net, x: net.vector, lambda net, gate: net.vector)
+    work = Vectors(disturbed(net.double()), loss=first)
+    for found in on_threads(work, plan(x=2, y=2)):
+        assert_equal(found, serial(work))
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_what_is_used_in_part_and_otherwise_is_named_without_a_trial(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the survey, which models of any size have."""
+    gate, again, words = TWICE[name]
+    monkeypatch.setattr(trial, "attempt", lambda *about: pytest.fail("there was a trial"))
+    torch.manual_seed(0)
+    work = Vectors(disturbed(Twice(gate, again).double()), loss=weighed)
+    for said in refusals(work, monkeypatch, x=2, y=2):
+        assert words in said, said

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
 
 import pytest
 import torch
 
-from fourfold.anatomy import Shared, survey
+from fourfold.anatomy import Shared, restored, survey
 from plain import VOCABULARY, Work, _lift, assert_equal, disturbed, forgive_routing, lift_casts, on_threads, serial
 
 
@@ -40,6 +42,7 @@ def test_the_shared_keys_of_a_latent_have_partial_gradients() -> None:
     ours = latent()
     anatomy = survey(ours.fresh(), ours.loss, ours.batch(0))
     outputs = {f"model.layers.{layer}.self_attn.kv_a_proj_with_mqa:0" for layer in range(2)}
+    assert restored(json.loads(json.dumps(dataclasses.asdict(anatomy)))) == anatomy
     assert anatomy.shared == dict.fromkeys(outputs, Shared("y", ((12, 16),)))
 
 

@@ -24,19 +24,21 @@ class Part(NamedTuple):
 
     Attributes:
         dim: counted from the last (-1).
-        count: entries of the whole, which may follow one another several times (rows × heads).
-        here: those of this rank.
+        size: entries of the whole, which may follow one another several times (rows × heads).
+        here: those of this rank, in order.
     """
 
     dim: int
-    count: int
-    here: tuple[int, ...]
+    size: int
+    here: tuple[range, ...]
 
     def of(self, whole: Tensor) -> Tensor:
-        """This rank's."""
+        """This rank's; the same tensor if a module around this one was given its part already."""
         dim = whole.dim() + self.dim
-        repeats = torch.arange(0, whole.shape[dim], self.count, device=whole.device)
-        here = torch.tensor(self.here, device=whole.device)
+        if whole.shape[dim] % self.size:
+            return whole
+        repeats = torch.arange(0, whole.shape[dim], self.size, device=whole.device)
+        here = torch.cat([torch.arange(run.start, run.stop, device=whole.device) for run in self.here])
         return whole.index_select(dim, (repeats[:, None] + here).flatten())
 
 

@@ -43,6 +43,7 @@ class Dealing:
     partial: dict[str, Share | str] = field(default_factory=dict)
     known: dict[tuple[str, int], list[Share]] = field(default_factory=dict)
     _outputs: dict[tuple[str, int, str], Share] = field(default_factory=dict)
+    _heads: dict[tuple[str, int, str], Share] = field(default_factory=dict)
 
     def share(self, linear: Linear, size: int, axis: str | None, unit: int) -> Share | None:
         """How the input features of a linear are dealt: as the outputs of a neighbour in its module are, if one is."""
@@ -63,23 +64,20 @@ class Dealing:
         """A linear's output features are dealt so."""
         self._outputs.setdefault((_parent(linear.module), size, share.axis), share)
 
-    def beside_features(self, scope: str, axis: str, count: int) -> Share:
-        """How a vector of `count` is dealt that joins features in the module `scope`: as these are made there."""
-        return self._outputs.get((scope, count, axis)) or self.evenly(count, axis)
-
-    def beside(self, what: str, scope: str, axis: str, count: int) -> Share:
-        """How a dim of `what` is dealt that runs over split features or heads in the module `scope`: as these are.
+    def beside(self, what: str, scope: str, axis: str, size: int, *, heads: bool) -> Share:
+        """How a dim of `what` is dealt that runs over split features, or heads, in the module `scope`: as these are.
 
         Raises:
-            PlacementError: so many are dealt in several ways.
+            PlacementError: so many heads are dealt in several ways.
         """
-        made, known = self._outputs.get((scope, count, axis)), self.known.get((axis, count), [])
-        if made is None and len(known) > 1:
+        made = (self._heads if heads else self._outputs).get((scope, size, axis))
+        known = self.known.get((axis, size), [])
+        if made is None and heads and len(known) > 1:
             raise PlacementError(
-                f"{what}: {count} entries lie beside features or heads over {axis}, of which so many are dealt in "
-                f"{len(known)} ways: expected one; leave out plan.placement.tensor.{axis}"
+                f"{what}: has an entry for each of {size} heads over {axis}, and so many are dealt in {len(known)} "
+                f"ways: expected heads of one attention, in its own module; leave out plan.placement.tensor.{axis}"
             )
-        return made or (known[0] if known else self.evenly(count, axis))
+        return made or (known[0] if len(known) == 1 else self.evenly(size, axis))
 
     def remember(self, share: Share, size: int) -> Share:
         """So many features, or heads, are dealt so."""
@@ -230,7 +228,9 @@ def _outputs(dealing: Dealing, name: str, axis: str, sections: Sequence[int], co
             dealt = [deal(count, ranks, index) for index in range(ranks)]
         if not all(dealt):
             raise PlacementError(_too_few(name, axis, ranks, count, "heads" if unit > 1 else "features"))
-        dealing.remember(Share(axis, tuple((units,) for units in dealt)), count)
+        units = dealing.remember(Share(axis, tuple((units,) for units in dealt)), count)
+        if unit > 1:
+            dealing._heads.setdefault((_parent(linear.module), count, axis), units)
         each, copies = count // min(counts, default=count), ranks // min(counts, default=ranks)
         if each > 1 < copies:  # the queries of one key-value head, which code may count
             dealing.remember(Share(axis, tuple((deal(each, copies, at % copies),) for at in range(ranks))), each)
@@ -312,10 +312,9 @@ def _deal_vector(dealing: Dealing, name: str, shapes: Mapping[str, tuple[int, ..
     if not raw.spans:
         dealing.partial[name] = axis
         return
-    count, shares = shape[raw.dim], [None] * len(shape)
-    share = dealing.beside(name, scope, axis, count) if raw.unit > 1 else dealing.beside_features(scope, axis, count)
-    shares[raw.dim] = share
-    _refuse_empty(name, share, count, "entries beside features")
+    shares: list[Share | None] = [None] * len(shape)
+    share = shares[raw.dim] = dealing.beside(name, scope, axis, shape[raw.dim], heads=raw.heads)
+    _refuse_empty(name, share, shape[raw.dim], "entries beside features")
     _settle(dealing, name, Cut(shape, tuple(shares)))
     if share.copies > 1:  # each copy of a head has the gradients of its own queries
         dealing.partial[name] = share

@@ -17,7 +17,7 @@ from fourfold import randomness
 from fourfold.anatomy import Anatomy
 from fourfold.ledger import Ledger
 from fourfold.placement.refusals import PlacementError
-from fourfold.placement.tensor import rehearsal, resplit, rowwise
+from fourfold.placement.tensor import comparison, rehearsal, resplit, rowwise
 from fourfold.placement.tensor.assembly import Assembly
 from fourfold.placement.tensor.between import Between, way_of
 from fourfold.placement.tensor.dealing import Dealing, bias_of, deal_weights
@@ -108,7 +108,7 @@ class Split:
         self.windows |= resplit.windows(self.mesh, self.anatomy, self.by_rows)
         self._compare(whole, local)
         about = self.anatomy, self.dealing, self.mesh.coordinates, self.windows
-        self.dropped = rehearsal.cuts(whole, local, *about)
+        self.dropped = comparison.cuts(whole, local, *about)
 
     def _compare(self, whole: rehearsal.Run, local: rehearsal.Run) -> None:
         """Ranks hold different parts, so one of them may find what the others do not: then all refuse.
@@ -124,7 +124,7 @@ class Split:
         ]
         try:
             rows = max((len(tensor) for tensor in self.example.values() if tensor.dim()), default=1)
-            rehearsal.compare(whole, local, self.dealing, self.mesh.coordinates, gathered, rows)
+            comparison.compare(whole, local, self.dealing, self.mesh.coordinates, gathered, rows)
         except PlacementError as found:
             error = found
         refusing = [index for index, (flag,) in enumerate(axis.collect([float(error is not None)])) if flag]

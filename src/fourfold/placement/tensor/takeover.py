@@ -199,13 +199,13 @@ class Takeover:
     def _attach_beside(self, model: nn.Module) -> None:
         given: dict[str, dict[int, Part]] = {}
         buffers: dict[str, list[tuple[nn.Module, str, Part]]] = {}
-        for (path, name), beside in self.anatomy.beside.items():
+        for beside in self.anatomy.beside.values():
+            path, name = beside.module, beside.name
             axis = self.between.axis(beside.axis)
             if axis.size == 1:
                 continue
-            what = name if isinstance(name, str) else f"{path or 'the model'}: floating tensor {name} that it is given"
-            runs = self.dealing.beside(what, path, beside.axis, beside.count).runs[axis.index]
-            part = Part(beside.dim, beside.count, tuple(index for run in runs for index in run))
+            share = self.dealing.beside(beside.what, path, beside.axis, beside.size, heads=beside.heads)
+            part = Part(beside.dim, beside.size, share.runs[axis.index])
             if isinstance(name, int):
                 given.setdefault(path, {})[name] = part
             else:
