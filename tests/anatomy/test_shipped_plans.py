@@ -79,7 +79,7 @@ def _found(model: nn.Module, anatomy: Anatomy, layer: str, style: str) -> Any:
     elif style == "mla_kv_a_proj":
         agrees = isinstance(said, Whole) and said.output is None
     elif weight in anatomy.raw:
-        agrees = said == Raw("y", True)
+        agrees = said in (Raw("y", True), Raw("y", True, heads=True))
     else:
         agrees = weight in anatomy.linears and _split_alike(anatomy.linears[weight], weights[name].dim(), style)
     return agrees or said or _around(anatomy, layer) or "nothing"
