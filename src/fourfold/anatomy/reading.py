@@ -55,6 +55,7 @@ class Reading:
         self._linear: Op | None = None
         self._read_whole: dict[str, str] = {}
         self._entered: dict[str, str | None] = {}
+        self._turned: list[Trouble] = []
         self._hidden: str | None = None
         self._norm: str | None = None
 
@@ -212,9 +213,8 @@ class Reading:
         return any(path == block or path.startswith(f"{block}.") for block in self.subject.blocks)
 
     def _makers(self, ref: Ref) -> frozenset[str]:
-        """The weights that are known to have made a tensor's features, split or whole."""
         spread = self.spread(ref)
-        return frozenset(part.weight for part in self.made(ref)) | (spread.makers if spread else frozenset())
+        return spread.makers if spread else frozenset()
 
     def _enter(self, event: Enter) -> None:
         featureless = [(place, ref) for place, ref in enumerate(event.inputs) if self.spread(ref) is None]
@@ -259,7 +259,7 @@ class Reading:
             before = self._entered.pop(event.path)
             if before != given.axis and any(path.startswith(f"{event.path}.") for path in self.found.whole):
                 line = f"takes features over {before}, and gives them over {given.axis} by what runs whole in it"
-                self.found.troubles.append(Trouble(event.path, f"{event.path}: {line}", frozenset()))
+                self._turned.append(Trouble(event.path, f"{event.path}: {line}", frozenset()))
         if event.path == "":
             spreads = list(map(self.spread, event.outputs))
             for ref in event.outputs:
@@ -294,6 +294,7 @@ class Reading:
                 line = f"{path}: runs whole, and reads {name}, which is split elsewhere"
                 found.troubles.append(Trouble(path, line, frozenset([name])))
         self._uses.settle(found)
+        found.troubles = found.troubles or self._turned  # all would be split, but the residual in other ways by turns
         for name, raw in list(found.raw.items()):
             norm = found.norms.get(name.rpartition(".")[0])
             if name in found.linears or name in found.embeddings or (norm is not None and norm == raw[:2]):
