@@ -61,6 +61,7 @@ class Reading:
         self._units: dict[str, int] = {}
         self._cuts: dict[str, set[int]] = {}
         self._uses = Uses()
+        self._open = 0
         self._hidden: str | None = None
         self._norm: str | None = None
 
@@ -68,8 +69,10 @@ class Reading:
         """Read it all."""
         for event in self.subject.transcript.events:
             if isinstance(event, Enter):
+                self._open += 1
                 self._enter(event)
             elif isinstance(event, Leave):
+                self._open -= 1
                 self._leave(event)
             else:
                 self._read(event)
@@ -201,6 +204,16 @@ class Reading:
             for spread in spreads:
                 self._in_full("", spread)
             self.found.outputs = tuple(spread.axis if spread else None for spread in spreads)
+        elif not self._open:
+            self._give_to_loss(event)
+
+    def _give_to_loss(self, event: Leave) -> None:
+        """A loss called this module itself."""
+        spreads = list(map(self.spread, event.outputs))
+        for spread in spreads:
+            self._in_full(event.path, spread)
+        last = [spread if spread and spread.dim == len(spread.dims) - 1 else None for spread in spreads]
+        self.found.exits[event.path] = tuple(spread.axis if spread else None for spread in last)
 
     def _read(self, op: Op) -> None:
         for _ in range(op.draws):

@@ -30,6 +30,11 @@ from fourfold.training.values import fill_buffers, values_of
 from fourfold.wire import Mesh, World, join
 
 
+EXAMPLE_ROWS = 3
+"""Of the first batch, by which a model is placed where no example was given: what a loss makes of rows that it holds
+against one another takes more than one."""
+
+
 class RunError(ValueError):
     """A run that cannot be started: says what was expected and found, and what to try."""
 
@@ -57,7 +62,8 @@ def parallelize(
         plan: the four choices; None: one process.
         world: the ranks; None: join what torchrun's environment describes.
         seed: of every random number.
-        example: a batch like those to come (one row is enough); None: the first one.
+        example: a batch like those to come; None: a few rows of the first one. Three rows that differ are enough; fewer
+            are repeated, each turned by a place, where a tensor grid is tried on numbers.
         weights: `weights(name, start, stop, dtype)` gives flat elements of a logical weight; None: the model's own, or
             what the initialisers of a model made by `fourfold.deferred` draw at `seed`.
         ledger: the record to write to.
@@ -366,7 +372,7 @@ class Run:
         return self._step
 
     def _placed_on(self, batch: Batch) -> Step:
-        return self._step or self._place(batch(range(1)))
+        return self._step or self._place(batch(range(min(batch.rows, EXAMPLE_ROWS))))
 
     def _place(self, example: dict[str, Tensor]) -> Step:
         with self._outside_of_steps():
@@ -396,6 +402,8 @@ class Run:
             loss=self.loss,
             example=example,
         )
+        if placed.untried and self.world.rank == 0:
+            warnings.warn(f"the grid was not tried on numbers: {placed.untried}; try a smaller model of the kind", stacklevel=2)
         rule: Rule = self.plan.sync.module.Rule(self.plan.sync.options, self.mesh["data"], events, codec)
         optimizer = build(self.options, placed.shards)
         loss = looked_at(self.loss)

@@ -110,6 +110,11 @@ class LossScope:
             finally:
                 self._mode = None
 
+    @property
+    def reads(self) -> bool:
+        """Code of a loss runs, and none of the model's."""
+        return self._mode is not None and not self._mode.quiet
+
     @contextmanager
     def of_model(self) -> Iterator[None]:
         """For the time of the model's own forward, to which tensors are what they are."""
@@ -157,6 +162,14 @@ class RootExecutor(Executor):
             return self.scope.whole(value, axis, extents(share))
 
         return map_leaves(whole, found)
+
+
+class ExitExecutor(RootExecutor):
+    """A module that a loss calls itself: what it returns there is whole. Called by the model, it is what it is."""
+
+    def on_blocks(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it, and see to its outputs where a loss gets them."""
+        return super().on_blocks(*args, **kwargs) if self.scope.reads else self.inner(*args, **kwargs)
 
 
 def extents(share: Share) -> list[int]:

@@ -60,6 +60,7 @@ class Run:
         times: module → how often it was called.
         draws: dropout site → shape of what is dropped from.
         outputs: shapes of the floating tensors that the model returned.
+        returned: module that the loss called itself, and shapes of the floating tensors that it gave to the loss.
         given, gave: shapes of the floating tensors that modules that run whole are given, and give, by path.
         running: the function that runs, and in which module; where the run was when it ended.
         error: what ended it before its end; it is then as far as it came.
@@ -70,6 +71,7 @@ class Run:
     times: Counter[str] = field(default_factory=Counter)
     draws: dict[str, Shape] = field(default_factory=dict)
     outputs: list[Shape] = field(default_factory=list)
+    returned: list[tuple[str, list[Shape]]] = field(default_factory=list)
     given: dict[str, list[Shape]] = field(default_factory=dict)
     gave: dict[str, list[Shape]] = field(default_factory=dict)
     running: str = ""
@@ -142,6 +144,10 @@ def run(
     def note(module: nn.Module, args: Any, result: Any) -> None:
         found.outputs = _floating(result)
 
+    def give_back(path: str, module: nn.Module, args: Any, result: Any) -> None:
+        if not calls.running:
+            found.returned.append((path, _floating(result)))
+
     def give(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         found.given[path] = _floating((args, kwargs))
 
@@ -154,6 +160,8 @@ def run(
             module = model.get_submodule(path)
             stack.callback(module.register_forward_pre_hook(partial(give, path), with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(partial(get, path)).remove)
+        for path in anatomy.exits:
+            stack.callback(model.get_submodule(path).register_forward_hook(partial(give_back, path)).remove)
         for mode in (calls.watching(model), beside(calls), _Shapes(calls, opaque, found, _Executors(model)), rehearsal):
             stack.enter_context(mode)
         try:
@@ -279,6 +287,7 @@ def compare(
     if isinstance(local.error, PlacementError):
         raise local.error
     _compare_gathered(whole, local, gathered)
+    _compare_returned(whole, local)
     ways = dealing.ways(coordinates)
     tried: set[str] = set()
     if local.error is None:
@@ -324,6 +333,17 @@ def _compare_gathered(whole: Run, local: Run, gathered: Collection[str]) -> None
                     f"{path}: must run on whole features, and is given {list(other)} of {list(one)}: expected features "
                     f"in the last dim, as linears have them; {_REMEDY}"
                 )
+
+
+def _compare_returned(whole: Run, local: Run) -> None:
+    """What a loss is given by modules that it calls itself is whole."""
+    for (path, one), (_, other) in zip(whole.returned, local.returned, strict=False):
+        if one != other:
+            raise PlacementError(
+                f"{path}: the loss calls it, and would be given {_text(tuple(other))} of {_text(tuple(one))}: expected "
+                "features in the last dim, which are gathered for a loss, or a call of the whole model; let the model "
+                f"call it, or {_REMEDY}"
+            )
 
 
 ARRANGING = frozenset(

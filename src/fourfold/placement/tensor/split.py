@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fourfold import randomness
 from fourfold.anatomy import Anatomy
 from fourfold.ledger import Ledger
+from fourfold.placement.cut import Share
 from fourfold.placement.refusals import PlacementError
 from fourfold.placement.tensor import rehearsal, resplit, rowwise
 from fourfold.placement.tensor.assembly import Assembly
@@ -23,7 +24,7 @@ from fourfold.placement.tensor.between import Between, way_of
 from fourfold.placement.tensor.dealing import Dealing, bias_of, deal_weights
 from fourfold.placement.tensor.layers import refuse_holders, refuse_layers
 from fourfold.placement.tensor.reads import Reads
-from fourfold.placement.tensor.regions import LossScope, RootExecutor
+from fourfold.placement.tensor.regions import ExitExecutor, LossScope, RootExecutor
 from fourfold.placement.tensor.rehearsal import Stage
 from fourfold.placement.tensor.takeover import Takeover
 from fourfold.placement.tensor.tuning import Tuning
@@ -45,6 +46,7 @@ class Split:
         scope: of the loss that is being computed.
         outputs: by place among the floating tensors that the model returns, the axis of their features and how many
             they are in the whole model. Found by `rehearse`.
+        exits: the same of modules that the loss calls itself, by path. Found by `rehearse`.
         dropped: by site, how the tensors that dropouts take are cut. Found by `rehearse`.
         windows: by site, which part of the rows a dropout is of. Found by `rehearse`.
         widths: of modules that run whole, how many features go in and come out. Found by `rehearse`.
@@ -62,6 +64,7 @@ class Split:
     scope: LossScope = field(default_factory=LossScope)
     assembly: Assembly = field(init=False)
     outputs: dict[int, tuple[str, int]] = field(default_factory=dict)
+    exits: dict[str, dict[int, tuple[str, int]]] = field(default_factory=dict)
     dropped: dict[str, tuple[randomness.Cut, ...]] = field(default_factory=dict)
     windows: dict[str, randomness.Window] = field(default_factory=dict)
     widths: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -97,9 +100,8 @@ class Split:
             if whole.error is not None:
                 raise whole.error
             refuse_layers(twin, self.anatomy, whole)
-            for place, (axis, shape) in enumerate(zip(self.anatomy.outputs, whole.outputs, strict=False)):
-                if axis is not None and self.mesh[axis].size > 1:
-                    self.outputs[place] = axis, shape[-1]
+            self.outputs.update(self._cut(self.anatomy.outputs, whole.outputs))
+            self.exits.update({path: self._cut(self.anatomy.exits[path], shapes) for path, shapes in whole.returned})
             self.widths.update({path: _widths(whole, path) for path in self.anatomy.whole})
             split, model = self._dry(Ledger())
             with split.scope.around():
@@ -177,8 +179,13 @@ class Split:
         model = self._stage.twin(shapes)
         split = dataclasses.replace(self, mesh=mesh, scope=LossScope())
         split.takeover.attach(model)
-        split.attach_root(model, self.outputs)
+        split.attach_root(model)
         return split, model
+
+    def _cut(self, axes: Sequence[str | None], shapes: Sequence[rehearsal.Shape]) -> dict[int, tuple[str, int]]:
+        """Of tensors with these axes and shapes, which are cut: by place, the axis and the number of features."""
+        found = enumerate(zip(axes, shapes, strict=False))
+        return {place: (axis, shape[-1]) for place, (axis, shape) in found if axis and self.mesh[axis].size > 1}
 
     def _taken_over(self, model: nn.Module) -> Iterator[str]:
         """Modules whose insides are not the whole model's."""
@@ -195,16 +202,20 @@ class Split:
 
     # ---- taking over
 
-    def attach_root(self, model: nn.Module, outputs: Mapping[int, tuple[str, int]]) -> None:
-        """Make the model's outputs whole: by place, the axis and the number of their features."""
-        cut = {place: (self.mesh[axis], self.dealing.evenly(size, axis)) for place, (axis, size) in outputs.items()}
-        if cut:
-            RootExecutor(self.takeover.switch, model, cut, self.scope)
+    def attach_root(self, model: nn.Module) -> None:
+        """Make whole what a loss gets, from the model and from modules that it calls itself."""
+        if any(self.exits.values()) or self.outputs:
+            for path, outputs in self.exits.items():  # all of them: marked tensors are parts to whatever they enter
+                ExitExecutor(self.takeover.switch, model.get_submodule(path), self._lying(outputs), self.scope)
+            RootExecutor(self.takeover.switch, model, self._lying(self.outputs), self.scope)
+
+    def _lying(self, outputs: Mapping[int, tuple[str, int]]) -> dict[int, tuple[Axis, Share]]:
+        return {place: (self.mesh[axis], self.dealing.evenly(size, axis)) for place, (axis, size) in outputs.items()}
 
     def install(self, model: nn.Module) -> None:
         """Take over a model whose weights are blocks by now; it has been rehearsed."""
         self.takeover.attach(model)
-        self.attach_root(model, self.outputs)
+        self.attach_root(model)
         self.watch_partial(dict(model.named_parameters()))
 
     def watch_partial(self, parameters: Mapping[str, nn.Parameter]) -> None:
