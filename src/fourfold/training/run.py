@@ -180,6 +180,7 @@ class Run:
         rows = share(batch.rows, 1, step.everyone.size, 0, step.everyone.index)
         counts = len(rows) > 0
         inputs = {name: tensor.to(self.world.device) for name, tensor in batch(rows if counts else range(1)).items()}
+        step.placed.look_at(inputs)
         with step.placed.forward(None, counts=counts):
             total, count = step.loss(self.model, inputs)
         return (float(total), float(count)) if counts else (0.0, 0.0)
@@ -189,17 +190,17 @@ class Run:
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
         """The model with all its weights on every rank, for reading."""
-        with self._outside_of_steps(), self.placed.gathered() as model:
+        with self.ledger.outside_of_steps(), self.placed.gathered() as model:
             yield model
 
     def logical_state(self) -> dict[str, Tensor]:
         """Master weights by logical name, whole, on every rank."""
-        with self._outside_of_steps():
+        with self.ledger.outside_of_steps():
             return self.placed.logical(lambda unit: unit.arena.shard)
 
     def logical_gradients(self) -> dict[str, Tensor]:
         """Gradients of the last step by logical name, as the optimizer saw them (divided, clipped), on every rank."""
-        with self._outside_of_steps():
+        with self.ledger.outside_of_steps():
             return self.placed.logical(lambda unit: unit.arena.gradient)
 
     @property
@@ -215,16 +216,6 @@ class Run:
     def forecast(self) -> Ledger:
         """The bytes of one step of this rank, by formula."""
         return self._taken.forecast()
-
-    @contextmanager
-    def _outside_of_steps(self) -> Iterator[None]:
-        """Traffic that belongs to no step is counted under step -1."""
-        before = self.ledger.step
-        self.ledger.begin(-1)
-        try:
-            yield
-        finally:
-            self.ledger.begin(before)
 
     # ---- checkpoints
 
@@ -335,7 +326,7 @@ class Run:
 
     def _collect(self, number: float) -> list[list[float]]:
         """A number of every rank, in rank order."""
-        with self._outside_of_steps():
+        with self.ledger.outside_of_steps():
             return self.mesh.everyone.collect([number])
 
     def state_dict(self) -> dict[str, Any]:
@@ -375,7 +366,7 @@ class Run:
         return self._step or self._place(batch(range(min(batch.rows, EXAMPLE_ROWS))))
 
     def _place(self, example: dict[str, Tensor]) -> Step:
-        with self._outside_of_steps():
+        with self.ledger.outside_of_steps():
             self._step = self._placed_by(example)
         return self._step
 

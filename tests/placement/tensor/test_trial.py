@@ -138,9 +138,11 @@ def test_a_loss_that_holds_rows_against_one_another_is_tried_on_rows_that_differ
 
 
 def test_a_model_is_placed_by_a_few_rows_of_its_first_batch() -> None:
+    model = gpt()
+
     def body(world: wire.World) -> list[Tensor]:
         plan = {"placement": {"tensor": {"algorithm": "4d", "y": 2}}}
-        run = parallelize(gpt(), cross_entropy, OptimizerOptions(), plan, world=world)
+        run = parallelize(copy.deepcopy(model), cross_entropy, OptimizerOptions(), plan, world=world)
         run.step(TOKENS)
         assert run.placed.split is not None
         return list(run.placed.split.example.values())

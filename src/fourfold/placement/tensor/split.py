@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fourfold import randomness
-from fourfold.anatomy import Anatomy
+from fourfold.anatomy import Anatomy, survey
 from fourfold.ledger import Ledger
 from fourfold.placement.cut import Share
 from fourfold.placement.refusals import PlacementError
@@ -22,6 +23,7 @@ from fourfold.placement.tensor import rehearsal, resplit, rowwise
 from fourfold.placement.tensor.assembly import Assembly
 from fourfold.placement.tensor.between import Between, way_of
 from fourfold.placement.tensor.dealing import Dealing, bias_of, deal_weights
+from fourfold.placement.tensor.familiar import Familiar
 from fourfold.placement.tensor.layers import refuse_holders, refuse_layers
 from fourfold.placement.tensor.reads import Reads
 from fourfold.placement.tensor.regions import ExitExecutor, LossScope, RootExecutor
@@ -31,6 +33,10 @@ from fourfold.placement.tensor.tuning import Tuning
 from fourfold.plan.grid import Grid
 from fourfold.wire import Axis, Mesh
 from fourfold.wire.dry import dry_mesh
+
+
+READ = "linears embeddings norms raw whole shared siblings dropouts outputs exits".split()
+"""What of an anatomy says how a model is cut."""
 
 
 @dataclass
@@ -73,6 +79,7 @@ class Split:
     untried: str = ""
     takeover: Takeover = field(init=False, repr=False)
     _stage: Stage = field(init=False, repr=False)
+    _familiar: Familiar = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.assembly = Assembly(self.mesh, self.dealing.cuts)
@@ -111,6 +118,43 @@ class Split:
         self._compare(whole, local)
         about = self.anatomy, self.dealing, self.mesh.coordinates, self.windows
         self.dropped = rehearsal.cuts(whole, local, *about)
+        self._familiar = Familiar(stage)
+
+    def look_at(self, batch: Mapping[str, Tensor]) -> None:
+        """Rehearse again if the model calls other functions on this batch, as code that asks for a length may.
+
+        All ranks of x and y call it together. Where what is called hangs on values, nothing is seen without them.
+
+        Args:
+            batch: of a micro-batch, before its forward.
+
+        Raises:
+            PlacementError: the split model would not compute on it what the whole model does.
+        """
+        path = self._familiar.new_path(batch)
+        if path is not None:
+            stage = dataclasses.replace(self._stage, batch=batch)
+            self._refuse_others(survey(stage.model, stage.loss, batch, whole=self.by_rows), batch)
+            found: dict[str, Any] = {"outputs": {}, "exits": {}, "dropped": {}, "windows": {}, "widths": {}}
+            dataclasses.replace(self, **found, rowwise={}).rehearse(stage)
+            self._familiar.learn(batch, path)
+
+    def _refuse_others(self, anatomy: Anatomy, batch: Mapping[str, Tensor]) -> None:
+        """The model is cut as it is by its first batch.
+
+        Raises:
+            PlacementError: on this batch it cannot be cut, or would be in another way.
+        """
+        _refuse_problems(self._stage.model, anatomy)
+        seen = self.way.seen(anatomy)
+        other = [name for name in READ if getattr(seen, name) != getattr(self.anatomy, name)]
+        if other:
+            shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in batch.items())
+            raise PlacementError(
+                f"plan.placement.tensor: on a batch of {shapes} {type(self._stage.model).__name__} calls other functions "
+                f"than on the first one, by which it would be cut in another way ({', '.join(other)}): expected the "
+                "same on every batch; give parallelize an `example` on which it calls all of them, or leave it out"
+            )
 
     def _compare(self, whole: rehearsal.Run, local: rehearsal.Run) -> None:
         """Ranks hold different parts, so one of them may find what the others do not: then all refuse.
@@ -275,13 +319,17 @@ def rehearsed(stage: Stage, anatomy: Anatomy, mesh: Mesh, grid: Grid, tuning: Tu
     return split
 
 
-def divide(model: nn.Module, anatomy: Anatomy, mesh: Mesh, grid: Grid, tuning: Tuning | None = None) -> Split:
-    """How the model is split, by the shapes of its weights."""
+def _refuse_problems(model: nn.Module, anatomy: Anatomy) -> None:
     if anatomy.problems:
         raise PlacementError(
             f"plan.placement.tensor: {type(model).__name__} cannot be cut over x and y: {anatomy.problems[0]}"
             f"{f' (and {len(anatomy.problems) - 1} more)' if len(anatomy.problems) > 1 else ''}; leave it out"
         )
+
+
+def divide(model: nn.Module, anatomy: Anatomy, mesh: Mesh, grid: Grid, tuning: Tuning | None = None) -> Split:
+    """How the model is split, by the shapes of its weights."""
+    _refuse_problems(model, anatomy)
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
             raise PlacementError(
