@@ -29,7 +29,6 @@ from fourfold.training.step import Loss, Step, StepResult
 from fourfold.training.values import fill_buffers, values_of
 from fourfold.wire import Mesh, World, join
 
-
 EXAMPLE_ROWS = 3
 """Of the first batch, by which a model is placed where no example was given: what a loss makes of rows that it holds
 against one another takes more than one."""
@@ -393,8 +392,11 @@ class Run:
             loss=self.loss,
             example=example,
         )
-        if placed.untried and self.world.rank == 0:
-            warnings.warn(f"the grid was not tried on numbers: {placed.untried}; try a smaller model of the kind", stacklevel=2)
+        untried = placed.untried
+        if untried and self.world.rank == 0:
+            warnings.warn(
+                f"the grid was not tried on numbers: {untried}; try a smaller model of the kind", stacklevel=2
+            )
         rule: Rule = self.plan.sync.module.Rule(self.plan.sync.options, self.mesh["data"], events, codec)
         optimizer = build(self.options, placed.shards)
         loss = looked_at(self.loss)

@@ -21,6 +21,7 @@ from plain import VOCABULARY, Work, assert_equal, disturbed, on_threads, serial
 from .grouped import Block, Sizes
 
 Batch = dict[str, Tensor]
+SIZES = Sizes(heads=4, shared=2)
 
 
 class Body(nn.Module):
@@ -42,7 +43,7 @@ class Body(nn.Module):
 class Language(nn.Module):
     """A body and a head, which losses may call one by one."""
 
-    def __init__(self, sizes: Sizes = Sizes(heads=4, shared=2)) -> None:
+    def __init__(self, sizes: Sizes = SIZES) -> None:
         super().__init__()
         self.body, self.head = Body(sizes), nn.Linear(sizes.width, VOCABULARY, bias=False)
 
@@ -108,7 +109,7 @@ class Turned(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = Body(Sizes())
+        self.body = Body(SIZES)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.body(tokens).transpose(1, 2)
@@ -117,7 +118,7 @@ class Turned(nn.Module):
 class Holding(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.turned, self.head = Turned(), nn.Linear(Sizes().width, VOCABULARY)
+        self.turned, self.head = Turned(), nn.Linear(SIZES.width, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.turned(tokens).transpose(1, 2))

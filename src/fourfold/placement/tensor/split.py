@@ -34,7 +34,6 @@ from fourfold.plan.grid import Grid
 from fourfold.wire import Axis, Mesh
 from fourfold.wire.dry import dry_mesh
 
-
 READ = "linears embeddings norms raw whole shared siblings dropouts outputs exits".split()
 """What of an anatomy says how a model is cut."""
 
@@ -151,9 +150,9 @@ class Split:
         if other:
             shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in batch.items())
             raise PlacementError(
-                f"plan.placement.tensor: on a batch of {shapes} {type(self._stage.model).__name__} calls other functions "
-                f"than on the first one, by which it would be cut in another way ({', '.join(other)}): expected the "
-                "same on every batch; give parallelize an `example` on which it calls all of them, or leave it out"
+                f"plan.placement.tensor: on a batch of {shapes} the model calls other functions than on the first one, "
+                f"by which it would be cut in another way ({', '.join(other)}): expected the same on every batch; give "
+                "parallelize an `example` on which it calls all of them, or leave it out"
             )
 
     def _compare(self, whole: rehearsal.Run, local: rehearsal.Run) -> None:
