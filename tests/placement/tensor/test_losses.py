@@ -142,6 +142,16 @@ def test_a_part_that_would_reach_the_loss_is_refused_by_the_name_of_its_module()
     assert words.startswith("turned: the loss calls it, and would be given [2, 7, 5] of [2, 14, 5]")
 
 
+def test_features_whose_gradient_the_loss_watches_do_not_reach_the_next_module_in_parts() -> None:
+    def loss(model: Any, batch: Batch) -> tuple[Tensor, int]:
+        features = model.body(batch["tokens"])
+        features.register_hook(lambda gradient: 2 * gradient)
+        return model.head(features).logsumexp(-1).sum(), 1
+
+    words = refused(Language(), loss, x=2)
+    assert "[2, 5, 14] was changed in place or is watched, and is then given to a module of the model" in words
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_logits_that_backward_would_use_again_are_refused(reentrant: bool) -> None:
     def loss(model: Any, batch: Batch) -> tuple[Tensor, int]:

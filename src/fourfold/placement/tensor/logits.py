@@ -111,6 +111,21 @@ class SplitLogits(TorchFunctionMode):
         finally:
             self._paused -= 1
 
+    def refuse_changed(self, given: Any) -> None:
+        """What a module of the model is given is a part, on which nothing is known of what was done to the whole.
+
+        Raises:
+            VocabularyError: a tensor that was changed or is watched.
+        """
+        for part in _tensors(given):
+            mark = self._marks.get(part)
+            if mark is not None and mark.whole is not None and (mark.pinned or mark.whole._version != mark.version):
+                raise VocabularyError(
+                    f"loss: a tensor of shape {list(mark.shape(part))} was changed in place or is watched, and is then "
+                    f"given to a module of the model, which knows the part of it on axis {mark.axis.name}; change a "
+                    "copy, or leave out plan.placement.tensor"
+                )
+
     def gathered(self, part: Tensor) -> Tensor:
         """The whole tensor of a marked part; gathered at the first call, the same later. Backward cuts, sends nothing.
 

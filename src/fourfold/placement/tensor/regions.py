@@ -116,8 +116,10 @@ class LossScope:
         return self._mode is not None and not self._mode.quiet
 
     @contextmanager
-    def of_model(self) -> Iterator[None]:
-        """For the time of the model's own forward, to which tensors are what they are."""
+    def of_model(self, given: Any) -> Iterator[None]:
+        """For the time of the model's own forward, to which the tensors that it is given are what they are."""
+        if self.reads and self._mode is not None:
+            self._mode.refuse_changed(given)
         with nullcontext() if self._mode is None else self._mode.paused():
             yield
 
@@ -148,7 +150,7 @@ class RootExecutor(Executor):
 
     def on_blocks(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, and see to its outputs."""
-        with self.scope.of_model():
+        with self.scope.of_model((args, kwargs)):
             found = self.inner(*args, **kwargs)
         places = count()
 
