@@ -13,6 +13,8 @@ from fourfold import wire
 from fourfold.placement.tensor.split import Split
 from plain import VOCABULARY, Work, assert_equal, disturbed, on_threads, serial
 
+from .grouped import Sizes, decoder
+
 
 class Branching(nn.Module):
     """An MLP that does something else to its inner features on sequences of more than six."""
@@ -77,3 +79,9 @@ def test_a_rehearsal_is_held_again_only_where_other_functions_are_called(monkeyp
     for found in on_threads(one, PLAN):
         assert_equal(found, serial(one))  # and every byte was predicted
     assert lengths == [5, 5, 8, 8]  # on two ranks; of 9, and of 5 again, nothing is new
+
+
+def test_dropouts_follow_time_that_is_cut_at_every_length() -> None:
+    one = Growing(decoder(Sizes(heads=4, shared=2)), rows=2, sequence=5, steps=3)
+    for found in on_threads(one, {"placement": {"precision": "fp64", "tensor": {"algorithm": "1d-sequence", "y": 2}}}):
+        assert_equal(found, serial(one))

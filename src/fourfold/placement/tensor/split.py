@@ -23,7 +23,7 @@ from fourfold.placement.tensor import rehearsal, resplit, rowwise
 from fourfold.placement.tensor.assembly import Assembly
 from fourfold.placement.tensor.between import Between, way_of
 from fourfold.placement.tensor.dealing import Dealing, bias_of, deal_weights
-from fourfold.placement.tensor.familiar import Familiar
+from fourfold.placement.tensor.familiar import Dropped, Familiar
 from fourfold.placement.tensor.layers import refuse_holders, refuse_layers
 from fourfold.placement.tensor.reads import Reads
 from fourfold.placement.tensor.regions import ExitExecutor, LossScope, RootExecutor
@@ -52,7 +52,7 @@ class Split:
         outputs: by place among the floating tensors that the model returns, the axis of their features and how many
             they are in the whole model. Found by `rehearse`.
         exits: the same of modules that the loss calls itself, by path. Found by `rehearse`.
-        dropped: by site, how the tensors that dropouts take are cut. Found by `rehearse`.
+        dropped: by site, how the tensors that dropouts take are cut. Found by `rehearse`, and by `look_at`.
         windows: by site, which part of the rows a dropout is of. Found by `rehearse`.
         widths: of modules that run whole, how many features go in and come out. Found by `rehearse`.
         by_rows: paths of those of them that are computed by rows.
@@ -70,7 +70,7 @@ class Split:
     assembly: Assembly = field(init=False)
     outputs: dict[int, tuple[str, int]] = field(default_factory=dict)
     exits: dict[str, dict[int, tuple[str, int]]] = field(default_factory=dict)
-    dropped: dict[str, tuple[randomness.Cut, ...]] = field(default_factory=dict)
+    dropped: Dropped = field(default_factory=dict)
     windows: dict[str, randomness.Window] = field(default_factory=dict)
     widths: dict[str, tuple[int, int]] = field(default_factory=dict)
     by_rows: tuple[str, ...] = ()
@@ -117,10 +117,11 @@ class Split:
         self._compare(whole, local)
         about = self.anatomy, self.dealing, self.mesh.coordinates, self.windows
         self.dropped = rehearsal.cuts(whole, local, *about)
-        self._familiar = Familiar(stage)
+        self._familiar = Familiar(stage, self.anatomy.blocks, self.dropped)
 
     def look_at(self, batch: Mapping[str, Tensor]) -> None:
-        """Rehearse again if the model calls other functions on this batch, as code that asks for a length may.
+        """Rehearse again if the model calls other functions on this batch, as code that asks for a length may, or if
+        what dropouts take is cut otherwise.
 
         All ranks of x and y call it together. Where what is called hangs on values, nothing is seen without them.
 
@@ -135,8 +136,10 @@ class Split:
             stage = dataclasses.replace(self._stage, batch=batch)
             self._refuse_others(survey(stage.model, stage.loss, batch, whole=self.by_rows), batch)
             found: dict[str, Any] = {"outputs": {}, "exits": {}, "dropped": {}, "windows": {}, "widths": {}}
-            dataclasses.replace(self, **found, rowwise={}).rehearse(stage)
-            self._familiar.learn(batch, path)
+            again = dataclasses.replace(self, **found, rowwise={})
+            again.rehearse(stage)
+            self._familiar.learn(batch, path, again.dropped)
+        self.dropped = self._familiar.dropped(batch)
 
     def _refuse_others(self, anatomy: Anatomy, batch: Mapping[str, Tensor]) -> None:
         """The model is cut as it is by its first batch.
