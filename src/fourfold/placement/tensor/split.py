@@ -133,7 +133,8 @@ class Split:
         """
         path = self._familiar.new_path(batch)
         if path is not None:
-            stage = dataclasses.replace(self._stage, batch=batch)
+            grid = Grid(x=self.mesh["x"].size, y=self.mesh["y"].size)
+            stage = dataclasses.replace(self._stage, batch=self.way.example(batch, grid))
             self._refuse_others(survey(stage.model, stage.loss, batch, whole=self.by_rows), batch)
             found: dict[str, Any] = {"outputs": {}, "exits": {}, "dropped": {}, "windows": {}, "widths": {}}
             again = dataclasses.replace(self, **found, rowwise={})
