@@ -56,6 +56,7 @@ class Reading:
         self._read_whole: dict[str, str] = {}
         self._entered: dict[str, str | None] = {}
         self._turned: list[Trouble] = []
+        self._open = 0
         self._hidden: str | None = None
         self._norm: str | None = None
 
@@ -63,8 +64,10 @@ class Reading:
         """Read it all."""
         for event in self.subject.transcript.events:
             if isinstance(event, Enter):
+                self._open += 1
                 self._enter(event)
             elif isinstance(event, Leave):
+                self._open -= 1
                 self._leave(event)
             else:
                 self._read(event)
@@ -265,6 +268,16 @@ class Reading:
             for ref in event.outputs:
                 self._uses.note("", self.made(ref), None)
             self.found.outputs = tuple(spread.axis if spread else None for spread in spreads)
+        elif not self._open:
+            self._give_to_loss(event)
+
+    def _give_to_loss(self, event: Leave) -> None:
+        """A loss called this module itself."""
+        spreads = list(map(self.spread, event.outputs))
+        for ref in event.outputs:
+            self._uses.note(event.path, self.made(ref), None)
+        last = [spread if spread and spread.dim == len(spread.dims) - 1 else None for spread in spreads]
+        self.found.exits[event.path] = tuple(spread.axis if spread else None for spread in last)
 
     def _read(self, op: Op) -> None:
         for _ in range(op.draws):

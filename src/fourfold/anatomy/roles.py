@@ -184,6 +184,7 @@ class Roles:
         siblings: groups of linear weights that read the very same tensor, in order of use.
         dropouts: in order of execution.
         outputs: axis of each floating tensor that the root module returned.
+        exits: the same of modules that the loss calls itself; None too where features do not lie in the last dim.
         troubles: in order.
     """
 
@@ -197,4 +198,5 @@ class Roles:
     siblings: tuple[tuple[str, ...], ...] = ()
     dropouts: list[Dropout] = field(default_factory=list)
     outputs: tuple[str | None, ...] = ()
+    exits: dict[str, tuple[str | None, ...]] = field(default_factory=dict)
     troubles: list[Trouble] = field(default_factory=list)

@@ -52,6 +52,7 @@ class Anatomy:
         beside: "MODULE:NAME" of a buffer that a module reads, or of the place of a tensor that it is given → the dim of
             it that runs over split features, and is dealt like them.
         outputs: axis of the features of each floating tensor that the model returned, in order of leaves.
+        exits: path of a module that the loss calls itself → the same of what it returned last.
         siblings: groups of linear weights that read the very same tensor.
         dropouts: every dropout in order of execution.
         batch_norms: every call of `F.batch_norm` that takes statistics of the batch, in order of execution.
@@ -88,6 +89,7 @@ class Anatomy:
     repeated: tuple[str, ...] = ()
     whole: dict[str, Whole] = field(default_factory=dict)
     outputs: tuple[str | None, ...] = ()
+    exits: dict[str, tuple[str | None, ...]] = field(default_factory=dict)
     shared: dict[str, Shared] = field(default_factory=dict)
     beside: dict[str, Beside] = field(default_factory=dict)
 
@@ -223,6 +225,7 @@ def _run(attempt: Twin, loss: Loss, failures: tuple[str, ...], whole: tuple[str,
         unknown_rows=rows.unknown,
         whole=roles.whole,
         outputs=roles.outputs,
+        exits=roles.exits,
         shared=roles.shared,
         beside=roles.beside,
         repeated=tuple(sorted(rehearsal.repeated | {norm.module for norm in transcript.batch_norms if norm.repeated})),

@@ -117,6 +117,7 @@ class Step:
         counts = len(rows) > 0
         rows = rows if counts else range(1)
         inputs = {name: tensor.to(self.device) for name, tensor in self.batch(rows).items()}
+        self.placed.look_at(inputs)
         with self.placed.forward(Position(self.seed, self._number, rows.start, len(rows)), counts=counts):
             total, count = self.loss(self.placed.model, inputs)
         self._output = total if counts else total * 0

@@ -37,6 +37,7 @@ def compare(
     if isinstance(local.error, PlacementError):
         raise local.error
     _compare_gathered(whole, local, gathered)
+    _compare_returned(whole, local)
     ways = _with_rows(dealing.ways(coordinates), rows)
     tried: set[str] = set()
     if local.error is None:
@@ -91,6 +92,17 @@ def _compare_gathered(whole: Run, local: Run, gathered: Collection[str]) -> None
                     f"{path}: must run on whole features, and is given {list(other)} of {list(one)}: expected features "
                     f"in the last dim, as linears have them; {_REMEDY}"
                 )
+
+
+def _compare_returned(whole: Run, local: Run) -> None:
+    """What a loss is given by modules that it calls itself is whole."""
+    for (path, one), (_, other) in zip(whole.returned, local.returned, strict=False):
+        if one != other:
+            raise PlacementError(
+                f"{path}: the loss calls it, and would be given {_text(tuple(other))} of {_text(tuple(one))}: expected "
+                "features in the last dim, which are gathered for a loss, or a call of the whole model; let the model "
+                f"call it, or {_REMEDY}"
+            )
 
 
 def _compare_calls(whole: Run, local: Run) -> None:

@@ -65,6 +65,7 @@ class Run:
         times: module → how often it was called.
         draws: dropout site → shape of what is dropped from.
         outputs: shapes of the floating tensors that the model returned.
+        returned: module that the loss called itself, and shapes of the floating tensors that it gave to the loss.
         given, gave: shapes of the floating tensors that modules that run whole are given, and give, by path.
         running: the function that runs, and in which module; where the run was when it ended.
         error: what ended it before its end; it is then as far as it came.
@@ -75,6 +76,7 @@ class Run:
     times: Counter[str] = field(default_factory=Counter)
     draws: dict[str, Shape] = field(default_factory=dict)
     outputs: list[Shape] = field(default_factory=list)
+    returned: list[tuple[str, list[Shape]]] = field(default_factory=list)
     given: dict[str, list[Shape]] = field(default_factory=dict)
     gave: dict[str, list[Shape]] = field(default_factory=dict)
     running: str = ""
@@ -157,6 +159,10 @@ def run(
     def note(module: nn.Module, args: Any, result: Any) -> None:
         found.outputs = _floating(result)
 
+    def give_back(path: str, module: nn.Module, args: Any, result: Any) -> None:
+        if not calls.running:
+            found.returned.append((path, _floating(result)))
+
     def give(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         found.given[path] = _floating((args, kwargs))
 
@@ -169,6 +175,8 @@ def run(
             module = model.get_submodule(path)
             stack.callback(module.register_forward_pre_hook(partial(give, path), with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(partial(get, path)).remove)
+        for path in anatomy.exits:
+            stack.callback(model.get_submodule(path).register_forward_hook(partial(give_back, path)).remove)
         for mode in (calls.watching(model), beside(calls), _Shapes(calls, opaque, found, _Executors(model)), rehearsal):
             stack.enter_context(mode)
         try:
