@@ -4,9 +4,10 @@ BIN := .venv/bin
 PYTHON ?= python3
 # What follows `fourfold train …` or `pytest …` on its command line.
 ARGS ?=
-# Two tests at a time: many wait for processes or for a time to pass. Whoever is done first takes over from the other.
+# Three tests at a time, on two cores, too: many wait for processes or for a time to pass. Whoever is done first takes
+# over from the others.
 # One at a time, as a debugger needs it: `make test ARGS="-n 0 …"`.
-PAIR := -n 2 --dist worksteal
+TOGETHER := -n 3 --dist worksteal
 
 # Where this is set, every process compiles PyTorch's sources anew, for ten seconds and more. Compiled once, they are
 # kept in .venv; scripts/check and .ci/run say the same.
@@ -16,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make train      train a small GPT on two processes and write a report (about two minutes)"
-	@echo "make test       run the test suite, two tests at a time (ARGS=\"-n 0 PATH\": one at a time)"
+	@echo "make test       run the test suite, three tests at a time (ARGS=\"-n 0 PATH\": one at a time)"
 	@echo "make test-long  run the long sweeps as well"
 	@echo "make check      house rules: lint, types, layers, the documents' commands, the wheel"
 	@echo "make setup      only create .venv and install into it"
@@ -30,7 +31,7 @@ train: setup
 	$(BIN)/fourfold train examples/gpt_stdlib.yaml $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest $(PAIR) $(ARGS)
+	$(BIN)/python -m pytest $(TOGETHER) $(ARGS)
 
 test-long: setup
 	$(BIN)/python -m pytest -m "not documents" --timeout 3600 $(ARGS)

@@ -206,17 +206,21 @@ class _Wide(TorchFunctionMode):
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
         if name == "float" and args[0].dtype == torch.float64:
             return args[0]
-        if name == "to":
+        if name in ("to", "type"):
             args = tuple(torch.float64 if value is torch.float32 else value for value in args)
         if kwargs.get("dtype") is torch.float32:
             kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)
 
 
-def lift_casts(model: nn.Module) -> None:
-    """Norms, rotary tables and routers of stock models compute in float32 whatever they are given; here in float64."""
+def lift_casts(model: nn.Module, *more: str) -> None:
+    """Norms, rotary tables and routers of stock models compute in float32 whatever they are given; here in float64.
+
+    Args:
+        more: how the names of other classes end whose casts are lifted.
+    """
     for module in model.modules():
-        if type(module).__name__.endswith(("RMSNorm", "RotaryEmbedding", "Router")):
+        if type(module).__name__.endswith(("RMSNorm", "RotaryEmbedding", "Router", *more)):
             _lift(module)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import OrderedDict
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from fourfold import torch_private
 from fourfold.wire import ops
@@ -164,6 +166,21 @@ def test_watched_are_tensors_without_numbers_and_all_inside_of_a_mode():
     with Watch():
         assert torch_private.watched(plain)
     assert not torch_private.watched(plain)
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+
+def test_nests_are_walked_as_torch_walks_them():
+    tensor = torch.ones(1)
+    nest = (Pair(1, [tensor]), {"b": None, "a": {"c": torch.Size([2, 3])}}, OrderedDict(z=2.5, y="text"), [], slice(3))
+    assert list(torch_private.leaves(nest)) == pytree.tree_leaves(nest)
+    mine, theirs = (walk(lambda leaf: (leaf,), nest) for walk in (torch_private.map_leaves, pytree.tree_map))
+    assert mine == theirs
+    assert [type(one) for one in mine] == [Pair, dict, OrderedDict, list, tuple]
+    assert not set(pytree.SUPPORTED_NODES) & torch_private.SINGLE
 
 
 def test_leaves_of_a_nest_in_order():

@@ -78,3 +78,52 @@ def test_a_weight_contracted_over_both_axes_runs_whole():
     anatomy = survey(Twice(), total, {"x": torch.zeros(2, 3, dtype=torch.long)})
     assert anatomy.whole == {"linear": Whole("x", "x")}
     assert (anatomy.linears, anatomy.problems) == ({}, ())
+
+
+class Mixer(nn.Module):
+    """Of three streams of 8 features one, with the weights by which its result and the streams are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Linear(3 * 8, 2 * 3 + 3 * 3)
+
+    def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        before, after, mix = torch.sigmoid(self.weights(streams.flatten(2))).split((3, 3, 9), -1)
+        return after, mix.unflatten(-1, (3, 3)), (before.unsqueeze(-1) * streams).sum(2)
+
+
+class Mixed(nn.Module):
+    """A block whose residual is three streams."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer, self.norm, self.up, self.down = Mixer(), nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, streams: Tensor) -> Tensor:
+        after, mix, x = self.mixer(streams)
+        return after.unsqueeze(-1) * self.down(torch.relu(self.up(self.norm(x)))).unsqueeze(-2) + mix @ streams
+
+
+def test_how_the_output_of_a_module_that_runs_whole_lies_is_settled_by_what_follows():
+    """Here to cut the mixer's output helps at first and leads nowhere; only whole weights do."""
+
+    class Streams(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head, self.last = nn.Embedding(11, 8), nn.Linear(8, 11), Mixer()
+            self.blocks = nn.ModuleList([Mixed(), Mixed()])
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            streams = self.table(tokens).unsqueeze(2).expand(-1, -1, 3, -1)
+            for block in self.blocks:
+                streams = block(streams)
+            return self.head(self.last(streams)[2])
+
+    anatomy = survey(Streams(), total, {"x": torch.zeros(2, 5, dtype=torch.long)})
+    assert anatomy.problems == ()
+    mixers = {f"blocks.{block}.mixer.weights": Whole("x", None) for block in range(2)}
+    assert anatomy.whole == {**mixers, "last": Whole("x", None)}
+    roles = {name: (linear.contract, linear.output) for name, linear in anatomy.linears.items()}
+    blocks = {f"blocks.{block}.up.weight": ("x", "y") for block in range(2)}
+    blocks |= {f"blocks.{block}.down.weight": ("y", "x") for block in range(2)}
+    assert roles == {**blocks, "head.weight": (None, "x")}

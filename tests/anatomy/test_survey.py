@@ -10,9 +10,8 @@ from fourfold.anatomy import AnatomyError, survey
 from fourfold.models import convnet, gpt
 
 BLOCKS = ("blocks.0", "blocks.1")
-# Decoders without a cache look for packed sequences by value, which meta cannot show; eager experts ask which tokens
-# each got, which fake tensors do not know either.
-TRACED = {"llama": "fake", "qwen3": "fake", "mistral": "fake", "gpt2": "fake", "mixtral": "real"}
+# Eager experts ask which tokens each got, which neither meta nor fake tensors know.
+TRACED = {"mixtral": "real"}
 TIES = {
     "gpt2": (("transformer.wte.weight", "lm_head.weight"),),
     "opt": (("model.decoder.embed_tokens.weight", "lm_head.weight"),),

@@ -131,14 +131,15 @@ def _shrunk(default: Mapping[str, Any]) -> dict[str, Any]:
 def _model_class(config: type) -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
+    code = config.__module__.replace("configuration_", "modeling_")
+    if config.__name__ in MODELS:
+        return getattr(importlib.import_module(code), MODELS[config.__name__])
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING):
         try:
             return mapping[config]
         except (KeyError, ValueError):
             continue
-    module = importlib.import_module(config.__module__.replace("configuration_", "modeling_"))
-    if config.__name__ in MODELS:
-        return getattr(module, MODELS[config.__name__])
+    module = importlib.import_module(code)
     own = [kind for kind in vars(module).values() if getattr(kind, "config_class", None) is config]
     return next(kind for kind in own if "forward" in vars(kind))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -12,6 +13,17 @@ def _rope(*section: int, **others: Any) -> dict[str, Any]:
     """Rotary positions of a head's 2 · sum(section) features: so many pairs turn with time, height and width."""
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(section), **others}}
 
+
+LLAMA4_VISION: dict[str, Any] = {
+    "num_channels": 3,
+    "image_size": 8,
+    "patch_size": 2,
+    "intermediate_size": 256,
+    "projector_input_dim": 64,
+    "projector_output_dim": 64,
+    "vision_output_dim": 64,
+}
+"""Four words an image: a pixel shuffle makes one of four of its 4 × 4 patches."""
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "DeepseekV2Config": {"num_experts_per_tok": 2, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
@@ -90,14 +102,22 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 2,
         "hc_lowrank": 8,
     },
-    "Llama4VisionConfig": {
-        "num_channels": 3,
-        "image_size": 8,
-        "patch_size": 2,
-        "intermediate_size": 256,
-        "projector_input_dim": 64,
-        "projector_output_dim": 64,
-        "vision_output_dim": 64,
+    "Llama4VisionConfig": LLAMA4_VISION,
+    "Llama4Config": {
+        "image_token_index": 47,
+        "return_dict": False,
+        "vision_config": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, **LLAMA4_VISION},
+        "text_config": {
+            "vocab_size": 48,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "intermediate_size_mlp": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_local_experts": 4,
+        },
     },
     "Gemma4VisionConfig": {"patch_size": 2, "pooling_kernel_size": 2, "position_embedding_size": 16},
     "MuseGlimmerVisionConfig": {
@@ -105,6 +125,40 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "pos_emb_height": 8,
         "pos_emb_width": 8,
         "max_position_embeddings": 64,
+    },
+    "MuseSparkConfig": {
+        "image_token_id": 47,
+        "out_hidden_size": 256,
+        "projector_hidden_size": 96,
+        "text_config": {
+            "vocab_size": 48,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "moe_intermediate_size": 24,
+            "moe_hidden_size": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+        "vision_config": {
+            "patch_size": 2,
+            "pos_emb_height": 8,
+            "pos_emb_width": 8,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 2,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+        },
+        "audio_config": {
+            "num_hidden_layers": 2,
+            "patch_sizes": [4, 2],
+            "hidden_sizes": [16, 32],
+            "depths": [1, 1],
+            "out_hidden_size": 64,
+        },
     },
     **dict.fromkeys(
         ("Ernie4_5_VLMoeVisionConfig", "Ernie4_5_VL_MoeVisionConfig"), {"patch_size": 2, "spatial_merge_size": 2}
@@ -123,18 +177,24 @@ EMBEDDED = ("DeepseekOcr2VisionEncoderConfig", "MuseGlimmerAssistantConfig")
 """Inner models that are given the features of another: a table of words stands for it."""
 
 MODELS = {
+    "Llama4Config": "Llama4ForConditionalGeneration",
     "Ernie4_5_VL_MoeTextConfig": "Ernie4_5_VL_MoeTextModel",
     "Ernie4_5_VL_MoeVisionConfig": "Ernie4_5_VL_MoeVisionTransformerPretrainedModel",
     "T5GemmaModuleConfig": "T5GemmaEncoder",
     "T5Gemma2DecoderConfig": "T5Gemma2Decoder",
     "T5Gemma2TextConfig": "T5Gemma2TextEncoder",
 }
-"""The class of the model, where neither the automatic classes nor a class's own mark tell it."""
+"""The class of the model, where neither the automatic classes nor a class's own mark tell it rightly."""
 
 
 def _pixels(words: Tensor, *shape: int) -> Tensor:
     """An image for every row of words."""
     return words.new_zeros((len(words), *shape), dtype=None).float()
+
+
+def _with_images(words: Tensor) -> Tensor:
+    """Four places for the parts of an image, then the words that are left of each row."""
+    return torch.cat([words.new_full((len(words), 4), 47), words[:, 4:]], 1)
 
 
 def _patches(model: nn.Module, words: Tensor, width: int, name: str) -> Any:
@@ -150,7 +210,16 @@ CALLS: dict[str, Callable[[Any, Tensor], Any]] = {
     "T5Gemma2DecoderConfig": lambda model, words: model(words, encoder_hidden_states=model.embed_tokens(words)),
     "DeepseekOcr2VisionEncoderConfig": lambda model, words: model(model.embedded(words), 3),
     "MuseGlimmerAssistantConfig": lambda model, words: model(model.embedded(words), _pixels(words, 3, 128)),
-    "Llama4Config": lambda model, words: model(words, pixel_values=_pixels(words, 3, 8, 8)),
+    # Of its text part's named outputs it reads one that these lack (transformers 5.24), so they are a tuple by its
+    # settings, which what is around its forward must not read.
+    "Llama4Config": lambda model, words: model(
+        _with_images(words), pixel_values=_pixels(words, 3, 8, 8), return_dict=True
+    ),
+    "MuseSparkConfig": lambda model, words: model(
+        _with_images(words),
+        pixel_values=_pixels(words, 16, 2 * 3 * 4).flatten(0, 1),
+        image_grid_thw=words.new_tensor([[1, 4, 4]] * len(words)),
+    ),
     "Llama4VisionConfig": lambda model, words: model(_pixels(words, 3, 8, 8)),
     "Gemma4VisionConfig": lambda model, words: model(_pixels(words, 16, 12), _pixels(words, 16, 2).long()),
     "MuseGlimmerVisionConfig": lambda model, words: _patches(model, words, 3 * 2 * 4, "pixel_values"),

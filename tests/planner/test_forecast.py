@@ -147,7 +147,7 @@ def test_the_better_assumptions_are_the_faster_ones():
 def test_outlook_in_words_and_as_json(traces):
     peaks = sorted(one.peak for one in search(traces, machine(), world=2))
     middle = peaks[len(peaks) // 2]
-    outlook = plan(traces.subject, machine(memory=middle), world=2)
+    outlook = plan(traces, machine(memory=middle), world=2)
     assert isinstance(outlook, Outlook)
     text = outlook.text()
     assert "plans that fit, fastest first" in text
@@ -155,12 +155,12 @@ def test_outlook_in_words_and_as_json(traces):
     plain = json.loads(json.dumps(outlook.to_dict()))
     assert outlook.best is not None and plain["best"] == outlook.best.to_dict()
     assert len(plain["forecasts"]) == len(outlook.forecasts)
-    nothing = plan(traces.subject, machine(memory=1000), Plan())
+    nothing = plan(traces, machine(memory=1000), Plan())
     assert not nothing.ok and nothing.best is None and "no plan fits" in nothing.text()
 
 
 def test_recalled_numbers_are_named(traces):
-    outlook = plan(traces.subject, Cluster.parse("1x rtx4090"), Plan())
+    outlook = plan(traces, Cluster.parse("1x rtx4090"), Plan())
     assert "not checked against a source: memory" in outlook.text()
 
 

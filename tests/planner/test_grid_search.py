@@ -97,7 +97,7 @@ def test_square_algorithms_are_ranked_with_the_others_or_the_note_says_why_not(t
     assert [one.timing.total for one in found.forecasts if one.fits] == sorted(
         one.timing.total for one in found.forecasts if one.fits
     )
-    outlook = plan(traces.subject, slow(4))
+    outlook = plan(traces, slow(4))
     assert "(2d)" in outlook.text() or any(note.startswith("2d q 2: ") for note in outlook.notes)
 
 
@@ -134,7 +134,7 @@ def test_where_nothing_else_fits_a_grid_does():
 
 
 def test_the_table_of_grids_and_its_json(traces):
-    outlook = plan(traces.subject, slow(8))
+    outlook = plan(traces, slow(8))
     text = outlook.text()
     assert "grids, each by its best plan" in text and "estimated by formula alone" in text
     assert "(4d)" in text or "(1d-sequence)" in text
@@ -148,12 +148,12 @@ def test_the_table_of_grids_and_its_json(traces):
 
 
 def test_a_grid_without_room_for_its_heads_says_so_in_a_table_without_times():
-    outlook = plan(subject(rows=8, width=48, heads=3), slow(4))
+    outlook = plan(subject(rows=8, width=48, heads=2), slow(3))
     reasons = {tuple(one.ranked.grid): one.behind for one in outlook.estimated}
-    why = "attention.qkv: 3 heads cannot be cut over y = 4"
-    assert reasons[Factors(1, 4)] == why
+    why = "attention.qkv: 2 heads cannot be cut over y = 3"
+    assert reasons[Factors(1, 3)] == why
     times, _, impossible = outlook.text().partition("grids that cannot be")
-    (row,) = [line for line in impossible.splitlines() if "x 1 y 4 " in line]
+    (row,) = [line for line in impossible.splitlines() if "x 1 y 3 " in line]
     assert row.strip("\N{BOX DRAWINGS LIGHT VERTICAL} ").endswith(why) and " ms" not in row
     assert why not in times
 

@@ -3,7 +3,7 @@
 from fourfold.anatomy.initialisers import Initialiser, Recording, deferred, initialiser, materialize, recorded
 from fourfold.anatomy.plain import restored
 from fourfold.anatomy.replay import InitialiserError
-from fourfold.anatomy.roles import BATCH_NORMS, BatchNorm, Dropout, Linear, Norm, Raw, Shared, Whole
+from fourfold.anatomy.roles import BATCH_NORMS, BatchNorm, Beside, Dropout, Linear, Norm, Raw, Shared, Whole
 from fourfold.anatomy.survey import Anatomy, AnatomyError, survey
 from fourfold.anatomy.ties import own_names, ties
 
@@ -12,6 +12,7 @@ __all__ = [
     "Anatomy",
     "AnatomyError",
     "BatchNorm",
+    "Beside",
     "Dropout",
     "Initialiser",
     "InitialiserError",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fourfold.anatomy.reading import Reading, View, flow, segment
-from fourfold.anatomy.roles import FLIP, Linear, Raw
+from fourfold.anatomy.bystanders import View
+from fourfold.anatomy.joins import flow
+from fourfold.anatomy.reading import Reading, segment
+from fourfold.anatomy.roles import FLIP, Linear
 from fourfold.anatomy.spread import Atom, Spread, fresh, plain
 from fourfold.anatomy.transcript import Op, Ref
 
@@ -44,6 +46,8 @@ def matmul(reading: Reading, op: Op) -> None:
     out = _letters(len(op.results[0].shape) - 2)
     left, right = out[len(out) - len(a.shape) + 2 :], out[len(out) - len(b.shape) + 2 :]
     product(reading, op, [Term(a, f"{left}MK"), Term(b, f"{right}KN")], f"{out}MN")
+    if first:
+        _added(reading, op, op.operands[0])
 
 
 def grouped(reading: Reading, op: Op) -> None:
@@ -53,14 +57,23 @@ def grouped(reading: Reading, op: Op) -> None:
 
 
 def einsum(reading: Reading, op: Op) -> None:
-    """`torch.einsum` of an equation with an arrow and no ellipsis."""
+    """`torch.einsum` of an equation, not of lists."""
     equation = op.argument(0, "equation")
-    if not isinstance(equation, str) or "->" not in equation or "." in equation:
+    if not isinstance(equation, str):
         flow(reading, op)
         return
-    left, out = equation.replace(" ", "").split("->")
-    terms = [Term(ref, letters) for ref, letters in zip(op.operands, left.split(","), strict=True)]
-    product(reading, op, terms, out)
+    left, arrow, out = equation.replace(" ", "").partition("->")
+    if not arrow:
+        letters = sorted(letter for letter in set(left) - set(",.") if left.count(letter) == 1)
+        out = f"{'...' if '...' in left else ''}{''.join(letters)}"
+    counts = [
+        (ref, letters, len(ref.shape) - len(letters) + 3)
+        for ref, letters in zip(op.operands, left.split(","), strict=True)
+    ]
+    most = max((count for _, letters, count in counts if "..." in letters), default=0)
+    names = "αβγδεζηθ"[:most]
+    terms = [Term(ref, letters.replace("...", names[most - count :])) for ref, letters, count in counts]
+    product(reading, op, terms, out.replace("...", names))
 
 
 def convolution(reading: Reading, op: Op) -> None:
@@ -85,7 +98,6 @@ def attention(reading: Reading, op: Op) -> None:
     if not spreads:
         return
     heads = len(result.shape) - 3
-    _share(reading, op, spreads)
     lead = max(spreads, key=lambda spread: (spread.axis is not None, reading.spread(query) is spread))
     for ref in (query, key, value):
         _head(reading, op, ref, lead, heads)
@@ -96,13 +108,14 @@ def attention(reading: Reading, op: Op) -> None:
         dims = tuple(_marked(lead, dim) for dim in range(len(result.shape) - 1))
         before = frozenset().union(*(spread.made_of for spread in spreads))
         reading.put(result, Spread(lead.axis, (*dims, plain(result.shape[-1])), before=before))
+        _added(reading, op, op.argument(3, "attn_mask"))
 
 
-def _share(reading: Reading, op: Op, spreads: list[Spread]) -> None:
-    """What is whole beside split features is used in part."""
-    axis = next((spread.axis for spread in spreads if spread.axis), None)
-    for spread in spreads:
-        reading.in_part(op, spread, axis)
+def _added(reading: Reading, op: Op, ref: object) -> None:
+    """What is added to products, if it has no features, joins those of the result."""
+    view, spread = reading.view(ref), reading.spread(op.results[0])
+    if isinstance(ref, Ref) and view is not None and spread is not None:
+        reading.joins(op, view, spread, ref.shape)
 
 
 def _head(reading: Reading, op: Op, ref: Ref, lead: Spread, heads: int) -> None:
@@ -123,7 +136,6 @@ def _masked(reading: Reading, op: Op, lead: Spread, heads: int) -> None:
     spread = reading.spread(mask)
     if spread is None or spread.dim is None:
         return
-    reading.in_part(op, spread, lead.axis)
     at = spread.dim + len(op.results[0].shape) - len(spread.dims)
     if spread.axis is not None and (spread.axis != lead.axis or at != lead.dim):
         lies = f"heads over {lead.axis}" if lead.axis and lead.dim is not None and lead.dim <= heads else "whole heads"
@@ -136,13 +148,12 @@ def product(reading: Reading, op: Op, terms: list[Term], out: str) -> None:
     """A sum of products: letters that `out` lacks are summed over."""
     if len(terms) == 2:
         for x, weight in (terms, terms[::-1]):
-            view = reading.view(weight.ref)
+            view = reading.weight(weight.ref)
             shared = set(x.letters) & set(weight.letters) - set(out)
-            if view is not None and reading.view(x.ref) is None and len(shared) == 1:
+            if view is not None and reading.weight(x.ref) is None and len(shared) == 1:
                 _weighted(reading, op, x, weight, view, shared.pop(), out)
                 return
     result = op.results[0]
-    _share(reading, op, [spread for term in terms if (spread := reading.spread(term.ref)) is not None])
     spreads = [(term, spread) for term in terms if (spread := reading.spread(term.ref)) is not None]
     split = [(term, spread, term.letters[spread.dim]) for term, spread in spreads if spread.dim is not None]
     for _, spread, letter in split:
@@ -180,8 +191,8 @@ def _weighted(reading: Reading, op: Op, x: Term, weight: Term, view: View, contr
     at, dim = out.index(new[0]), x.letters.index(contracted)
     if spread is not None and spread.axis and spread.dim != dim:
         reading.keep(spread)
-        reading.found.raw.setdefault(view.name, Raw(spread.axis, False))
         letter = x.letters[spread.dim or 0]
+        reading.lies(op, view, spread, weight.letters.index(letter) if letter in weight.letters else None)
         dims = [plain(size) for size in result.shape]
         dims[out.index(letter)] = _marked(spread, spread.dim or 0)
         reading.put(result, Spread(spread.axis, tuple(dims), before=spread.made_of))

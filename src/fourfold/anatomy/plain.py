@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from fourfold.anatomy.roles import BatchNorm, Dropout, Linear, Norm, Raw, Whole
+from fourfold.anatomy.roles import BatchNorm, Beside, Dropout, Linear, Norm, Raw, Shared, Whole
 from fourfold.anatomy.survey import Anatomy
 from fourfold.anatomy.watch import RandomCall
 from fourfold.randomness import Layout
@@ -16,6 +16,8 @@ KINDS: dict[str, Any] = {
     "norms": Norm,
     "raw": Raw,
     "whole": Whole,
+    "shared": Shared,
+    "beside": Beside,
     "layouts": Layout,
     "dropouts": Dropout,
     "batch_norms": BatchNorm,

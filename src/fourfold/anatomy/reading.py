@@ -7,20 +7,14 @@ features a head keeps together and what is packed side by side. Nothing here kno
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fourfold.anatomy.roles import Dropout, Linear, Norm, Raw, Roles, Trouble, Whole
-from fourfold.anatomy.spread import Segment, Spread, aligned, fresh
+from fourfold.anatomy.bystanders import Bystanders, View
+from fourfold.anatomy.roles import Beside, Dropout, Linear, Norm, Raw, Roles, Trouble, Whole
+from fourfold.anatomy.spread import Segment, Spread, fresh
 from fourfold.anatomy.transcript import Enter, Leave, Op, Ref, Transcript
 from fourfold.anatomy.uses import Uses
-
-
-class View(NamedTuple):
-    """A parameter, or a view of one; `dims` says which of its dims each dim is (None: none, -1: several)."""
-
-    name: str
-    dims: tuple[int | None, ...]
 
 
 class Subject(NamedTuple):
@@ -52,15 +46,17 @@ class Reading:
         self.found = Roles()
         self.feeds: dict[str, set[str]] = {}
         self._spreads: dict[int, Spread] = {}
-        self._views: dict[int, View] = {
-            number: View(name, tuple(range(len(subject.sizes[name]))))
-            for number, name in subject.transcript.parameters.items()
-        }
+        self._bystanders = Bystanders(subject.transcript, subject.sizes)
         self._windows: dict[int, tuple[Ref, list[Any]]] = {}
         self._readers: dict[int, list[str]] = {}
         self._units: dict[str, int] = {}
         self._cuts: dict[str, set[int]] = {}
         self._uses = Uses()
+        self._linear: Op | None = None
+        self._read_whole: dict[str, str] = {}
+        self._entered: dict[str, str | None] = {}
+        self._turned: list[Trouble] = []
+        self._open = 0
         self._hidden: str | None = None
         self._norm: str | None = None
 
@@ -68,8 +64,10 @@ class Reading:
         """Read it all."""
         for event in self.subject.transcript.events:
             if isinstance(event, Enter):
+                self._open += 1
                 self._enter(event)
             elif isinstance(event, Leave):
+                self._open -= 1
                 self._leave(event)
             else:
                 self._read(event)
@@ -80,8 +78,13 @@ class Reading:
         return self._spreads.get(ref.number) if isinstance(ref, Ref) else None
 
     def view(self, ref: object) -> View | None:
+        """Of which parameter, buffer or given tensor without features a tensor is a view."""
+        return self._bystanders.view(ref) if isinstance(ref, Ref) else None
+
+    def weight(self, ref: object) -> View | None:
         """The parameter that a tensor is a view of."""
-        return self._views.get(ref.number) if isinstance(ref, Ref) else None
+        view = self.view(ref)
+        return None if view is None or view.fixed else view
 
     def put(self, ref: Ref, spread: Spread | None) -> None:
         """From here on this tensor's features lie so."""
@@ -91,8 +94,8 @@ class Reading:
             self._spreads.pop(ref.number, None)
 
     def put_view(self, ref: Ref, view: View) -> None:
-        """From here on this tensor is a view of a parameter."""
-        self._views[ref.number] = view
+        """From here on this tensor is a view of something without features."""
+        self._bystanders.put(ref, view)
 
     def put_window(self, ref: Ref, base: Ref, steps: list[Any]) -> None:
         """This tensor is what numbers and slices take of another: what is written to it is written there."""
@@ -125,54 +128,108 @@ class Reading:
         for source in spread.sources:
             self._cuts.setdefault(source.weight, set()).update((source.start, source.stop))
 
-    def joins(self, view: View, spread: Spread, shape: tuple[int, ...]) -> None:
-        """A parameter joins a tensor elementwise; `shape` is the view's own, aligned with the tensor on the right."""
-        if view.name in self.found.linears or view.name in self.found.embeddings or spread.dim is None:
+    def joins(self, op: Op, view: View, spread: Spread, shape: tuple[int, ...]) -> None:
+        """A tensor without features joins one with; `shape` is the view's own, aligned with the other on the right."""
+        if spread.dim is not None:
+            at = spread.dim - (len(spread.dims) - len(shape))
+            self.lies(op, view, spread, at if at >= 0 and shape[at] > 1 else None)
+
+    def lies(self, op: Op, view: View, spread: Spread, at: int | None) -> None:
+        """Dim `at` of a view runs over the features that a tensor has in its split dim; None: all of it joins each."""
+        if view.name in self.found.linears or view.name in self.found.embeddings:
             return
-        at = spread.dim - (len(spread.dims) - len(shape))
-        spans = spread.axis is not None and at >= 0 and shape[at] > 1
-        self.found.raw.setdefault(view.name, Raw(spread.axis, spans))
+        dim = view.dims[at] if at is not None and spread.axis is not None else None
+        spans = dim is not None
+        if view.fixed:
+            if dim is not None and dim >= 0:
+                self._lies_beside(op, view, spread, dim - view.rank)
+            return
+        # Views whose dims nobody can tell are taken for turned ones of vectors; the rehearsal compares their shapes.
+        last = dim - view.rank if dim is not None and dim >= 0 else -1
+        mine = Raw(spread.axis, spans, last, spans and spread.apart > spread.together)
+        raw = self.found.raw.setdefault(view.name, mine)
+        if spread.axis is not None and not spans:
+            self._uses.note(op.where, segment(view.name, 1), spread.axis)
+        if raw != mine and (raw.spans or spans):
+            line = f"{view.name} joins features over {mine.axis} here, and features over {raw.axis} elsewhere"
+            self.trouble(op, line if mine.axis != raw.axis else f"{view.name} joins features in two ways", [spread])
+
+    def _lies_beside(self, op: Op, view: View, spread: Spread, dim: int) -> None:
+        module, name = (op.where, view.name) if view.place is None else (view.name, view.place)
+        size = spread.dims[spread.split[0]][spread.split[1]].size * spread.together if spread.split else 1
+        mine = Beside(spread.axis or "", dim, size, spread.apart > spread.together, module, name)
+        if module == op.where and self.found.beside.setdefault(f"{module}:{name}", mine) != mine:
+            self.trouble(op, f"{mine.what} joins split features in two ways", [spread])
 
     def linear(self, op: Op, x: Ref, linear: Linear, name: str) -> None:
         """Note a linear that reads `x`; a weight that is used again must be used alike."""
         before = self.found.linears.setdefault(name, linear)
         if before.contract != linear.contract:
             line = f"contracted over {before.contract} by {before.module}, over {linear.contract} by {linear.module}"
-            self.found.troubles.append(Trouble(op.where, f"{name}: {line}", self._made(x)))
+            self.found.troubles.append(Trouble(op.where, f"{name}: {line}", self._makers(x)))
         elif before.unit_in < linear.unit_in:
             self.found.linears[name] = before._replace(unit_in=linear.unit_in)
         if name in self.found.embeddings and linear.contract != "x":
             line = f"a table whose columns lie over x, contracted over {linear.contract} by {linear.module}"
-            self.found.troubles.append(Trouble(op.where, f"{name}: {line}", self._made(x)))
+            self.found.troubles.append(Trouble(op.where, f"{name}: {line}", self._makers(x)))
         self._readers.setdefault(x.number, []).append(name)
-        self.feeds.setdefault(name, set()).update(self._made(x))
-        self._in_full(op.where, self.spread(x))
+        self.feeds.setdefault(name, set()).update(self._makers(x))
+        self._uses.note(op.where, self.made(x), None)
+        self._linear = op
 
-    def _in_full(self, where: str, spread: Spread | None) -> None:
-        """All ranks use these features alike, or sum the gradients of what they make of them."""
-        if spread is not None and spread.axis is None:
-            self._uses.note(where, spread, None)
+    def made(self, ref: Ref) -> frozenset[Segment]:
+        """The whole features that are in a tensor; none in one that is split."""
+        spread = self.spread(ref)
+        if spread is None:
+            return self._uses.within(ref.number)
+        return self._uses.within(ref.number) | spread.made_of if spread.axis is None else frozenset()
 
-    def in_part(self, op: Op, spread: Spread, axis: str | None) -> None:
-        """Every rank of an axis uses these features for split features of its own."""
-        if spread.axis is None and axis is not None:
-            self._uses.note(op.where, spread, axis)
+    def _follow(self, op: Op, given: Sequence[tuple[Ref, Spread | None, frozenset[Segment]]]) -> None:
+        """What a function does with whole features: beside split ones every rank uses them for its own."""
+        made = frozenset().union(*(made for _, _, made in given))
+        axes = {spread.axis for _, spread, _ in given if spread is not None and spread.axis}
+        for axis in axes:
+            self._uses.note(op.where, made, axis)
+        if axes or op is self._linear:
+            return
+        lost = frozenset().union(*(made for _, spread, made in given if spread is None))
+        if all(spread is None for _, spread, _ in given):
+            names = {view.name for ref, _, _ in given if (view := self.weight(ref)) is not None}
+            lost = made = made | {Segment(name, 0, 1) for name in names}
+        for result in self._written(op):
+            spread, view = self.spread(result), self.weight(result)
+            if spread is None:  # what a parameter joins is said of itself
+                self._uses.put(result.number, made - segment(view.name, 1) if view else made)
+            elif spread.axis is None:
+                self._uses.put(result.number, lost if spread.made_of else made)
+
+    def _written(self, op: Op) -> Iterator[Ref]:
+        """What a function gives, and what it writes to."""
+        for ref in (*op.results, *(op.operands[:1] if op.name == "__setitem__" else ())):
+            yield ref
+            while (window := self.window(ref)) is not None and window[0].number < ref.number:
+                ref = window[0]
+                yield ref
 
     def inside_block(self, path: str) -> bool:
         """The module is a block or in one."""
         return any(path == block or path.startswith(f"{block}.") for block in self.subject.blocks)
 
-    def _made(self, ref: Ref) -> frozenset[str]:
+    def _makers(self, ref: Ref) -> frozenset[str]:
         spread = self.spread(ref)
         return spread.makers if spread else frozenset()
 
     def _enter(self, event: Enter) -> None:
+        featureless = [(place, ref) for place, ref in enumerate(event.inputs) if self.spread(ref) is None]
+        self._bystanders.enter(event.path, featureless)
         if self._hidden is not None:
             return
         spreads = [spread for spread in map(self.spread, event.inputs) if spread is not None]
+        if event.path in self.subject.blocks and spreads:
+            self._entered[event.path] = spreads[0].axis
         if event.path in self.whole:
-            for spread in spreads:
-                self._in_full(event.path, spread)
+            for ref in event.inputs:
+                self._uses.note(event.path, self.made(ref), None)
             axes = [spread.axis for spread in spreads if spread.axis] or [None]
             self._hidden = event.path
             whole = self.found.whole.setdefault(event.path, Whole(axes[0], self.whole[event.path]))
@@ -188,44 +245,82 @@ class Reading:
             self.found.norms.setdefault(event.path, Norm(spreads[0].axis, False))
 
     def _leave(self, event: Leave) -> None:
+        self._bystanders.leave()
         if event.path == self._hidden:
             self._hidden = None
             axis = self.whole[event.path]
+            if axis and any(ref.shape[-1:] == (1,) for ref in event.outputs):
+                line = f"{event.path}: gives a single feature, which is not to be cut"
+                self.found.troubles.append(Trouble(event.path, line, frozenset()))
             for place, ref in enumerate(event.outputs):
-                made = segment(f"{event.path}:{place}", ref.shape[-1]) if ref.shape and axis is None else frozenset()
+                made = frozenset() if axis else segment(f"{event.path}:{place}", ref.shape[-1] if ref.shape else 1)
                 self.put(ref, fresh(axis, ref.shape, -1, made) if ref.shape else None)
+                self._uses.put(ref.number, frozenset() if ref.shape else made)
         if event.path == self._norm:
             self._norm = None
+        if event.path in self._entered and event.outputs and (given := self.spread(event.outputs[0])) is not None:
+            before = self._entered.pop(event.path)
+            if before != given.axis and any(path.startswith(f"{event.path}.") for path in self.found.whole):
+                line = f"takes features over {before}, and gives them over {given.axis} by what runs whole in it"
+                self._turned.append(Trouble(event.path, f"{event.path}: {line}", frozenset()))
         if event.path == "":
             spreads = list(map(self.spread, event.outputs))
-            for spread in spreads:
-                self._in_full("", spread)
+            for ref in event.outputs:
+                self._uses.note("", self.made(ref), None)
             self.found.outputs = tuple(spread.axis if spread else None for spread in spreads)
+        elif not self._open:
+            self._give_to_loss(event)
+
+    def _give_to_loss(self, event: Leave) -> None:
+        """A loss called this module itself."""
+        spreads = list(map(self.spread, event.outputs))
+        for ref in event.outputs:
+            self._uses.note(event.path, self.made(ref), None)
+        last = [spread if spread and spread.dim == len(spread.dims) - 1 else None for spread in spreads]
+        self.found.exits[event.path] = tuple(spread.axis if spread else None for spread in last)
 
     def _read(self, op: Op) -> None:
         for _ in range(op.draws):
             spread = self.spread(op.operands[0]) if self._hidden is None else None
             kind = "attention" if op.name == "scaled_dot_product_attention" else "dropout"
             self.found.dropouts.append(Dropout(op.where, spread.axis if spread else None, kind))
-        if self._hidden is None:
+        if self._hidden is not None:
+            views = [view for ref in op.operands if (view := self.weight(ref)) is not None]
+            self._read_whole.update((view.name, self._hidden) for view in views)
+        else:
+            given = [(ref, self.spread(ref), self.made(ref)) for ref in op.operands]
             try:
                 self.handlers.get(op.name, self.handlers[""])(self, op)
             except Exception as error:  # any function may be called in a way that nobody thought of
                 self.trouble(op, f"cannot follow features through {op.name}: {type(error).__name__}: {error}")
+            self._follow(op, given)
 
     def _finished(self) -> Roles:
         found = self.found
         for name, linear in found.linears.items():
             parts = _sizes(self._cuts.get(name, set()))
             found.linears[name] = linear._replace(unit_out=self._units.get(name, 1), parts=parts)
-        groups = (tuple(dict.fromkeys(names)) for names in self._readers.values())
+        groups = (group for names in self._readers.values() for group in self._in_blocks(dict.fromkeys(names)))
         found.siblings = tuple(group for group in groups if len(group) > 1)
+        for name, path in self._read_whole.items():
+            if name in found.linears or name in found.embeddings:
+                line = f"{path}: runs whole, and reads {name}, which is split elsewhere"
+                found.troubles.append(Trouble(path, line, frozenset([name])))
+        self._uses.settle(found)
+        found.troubles = found.troubles or self._turned  # all would be split, but the residual in other ways by turns
         for name, raw in list(found.raw.items()):
             norm = found.norms.get(name.rpartition(".")[0])
-            if name in found.linears or name in found.embeddings or (norm is not None and norm == tuple(raw)):
+            if name in found.linears or name in found.embeddings or (norm is not None and norm == raw[:2]):
                 del found.raw[name]  # what the norm says holds for its weight
-        self._uses.settle(found)
         return found
+
+    def _in_blocks(self, names: Iterable[str]) -> Iterable[tuple[str, ...]]:
+        """Weights that are there at the same time: those of one block, or of none."""
+        found: dict[str, list[str]] = {}
+        for name in names:
+            block = next((block for block in self.subject.blocks if name.startswith(f"{block}.")), "")
+            found.setdefault(block, []).append(name)
+        return map(tuple, found.values())
 
 
 def _sizes(cuts: set[int]) -> tuple[int, ...]:
@@ -236,79 +331,3 @@ def _sizes(cuts: set[int]) -> tuple[int, ...]:
 def segment(name: str, size: int) -> frozenset[Segment]:
     """The whole output of a linear."""
     return frozenset([Segment(name, 0, size)])
-
-
-def flow(reading: Reading, op: Op) -> None:
-    """What is not known by name keeps the place of its operands' features: everything elementwise does."""
-    results = op.results
-    spreads = [spread for spread in map(reading.spread, op.operands) if spread is not None]
-    if not spreads:
-        _flow_of_parameter(reading, op)
-        return
-    for result in results:
-        reading.put(result, joined(reading, op, result.shape))
-
-
-def _flow_of_parameter(reading: Reading, op: Op) -> None:
-    """An expanded, cast or shifted parameter is still that parameter."""
-    views = [(ref, view) for ref in op.operands if (view := reading.view(ref)) is not None]
-    if len({view.name for _, view in views}) != 1:
-        return
-    ref, view = views[0]
-    for result in op.results:
-        reading.put_view(result, View(view.name, matched(view.dims, ref.shape, result.shape)))
-
-
-def matched(dims: tuple[int | None, ...], before: tuple[int, ...], after: tuple[int, ...]) -> tuple[int | None, ...]:
-    """Which dims of a parameter the dims of a view's view are: by their sizes from the right, else in order."""
-    shift = len(after) - len(before)
-    if shift >= 0 and all(size in (1, after[at + shift]) for at, size in enumerate(before)):
-        return (*(None,) * shift, *(dim if size > 1 else None for dim, size in zip(dims, before, strict=True)))
-    real = [(size, dim) for size, dim in zip(before, dims, strict=True) if size > 1]
-    if [size for size, _ in real] == [size for size in after if size > 1]:
-        left = iter(dim for _, dim in real)
-        return tuple(next(left) if size > 1 else None for size in after)
-    return tuple(-1 if size > 1 else None for size in after)
-
-
-def joined(reading: Reading, op: Op, shape: tuple[int, ...]) -> Spread | None:
-    """Where the features of the result lie, if all operands are joined elementwise; notes what that says of them."""
-    placed = [(ref, aligned(spread, shape)) for ref in op.operands if (spread := reading.spread(ref)) is not None]
-    spreads = [spread for _, spread in placed if spread is not None]
-    if len(spreads) < len(placed):
-        given = [reading.spread(ref) for ref, _ in placed]
-        axis = next((spread.axis for spread in given if spread and spread.axis), None)
-        if axis is not None:
-            reading.trouble(op, f"cannot follow features over {axis} through {op.name}", given)
-        return None
-    if len({spread.axis for spread in spreads if spread.axis}) > 1:
-        reading.trouble(op, f"{op.name} joins features over x with features over y", spreads)
-    lead = max(spreads, key=lambda spread: (spread.axis is not None, spread.together))
-    for other in spreads:
-        _agree(reading, op, lead, other)
-    for ref in op.operands:
-        view = reading.view(ref)
-        if view is not None:
-            reading.joins(view, lead, ref.shape)
-    return lead._replace(
-        sources=frozenset().union(*(s.sources for s in spreads if s.axis == lead.axis)),
-        before=frozenset().union(*(s.before for s in spreads), acting(reading, op, lead)),
-    )
-
-
-def acting(reading: Reading, op: Op, spread: Spread) -> frozenset[Segment]:
-    """The parameters that join whole features here: their gradients are as whole, or as partial, as these features'."""
-    views = [view.name for ref in op.operands if (view := reading.view(ref)) is not None]
-    return frozenset(Segment(name, 0, 1) for name in views) if spread.axis is None else frozenset()
-
-
-def _agree(reading: Reading, op: Op, lead: Spread, other: Spread) -> None:
-    """Of two tensors that are joined, both are split at the same places."""
-    reading.in_part(op, other, lead.axis)
-    if other.axis is None and lead.axis is not None:
-        if other.dim == lead.dim and not other.shared:
-            reading.trouble(op, f"{op.name} joins whole features with features over {lead.axis}", [lead, other])
-    elif other.dim != lead.dim and other.axis == lead.axis:
-        reading.trouble(op, f"{op.name} joins features over {lead.axis} that lie in different dims", [lead, other])
-    else:
-        reading.keep(other, lead.together * other.apart // other.together)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fourfold.anatomy.reading import Reading, acting, flow, segment
+from fourfold.anatomy.joins import acting, flow
+from fourfold.anatomy.reading import Reading, segment
 from fourfold.anatomy.spread import Spread, dropped, fresh, plain
 from fourfold.anatomy.transcript import Op, is_ref
 from fourfold.anatomy.views import taken
@@ -30,7 +31,7 @@ def reduce(reading: Reading, op: Op) -> None:
         left = _left(spread, dims, x.shape, result.shape)
         reading.put(result, left and left._replace(before=made))
     for ref, view in views:  # the affine weights of a norm
-        reading.joins(view, spread, ref.shape)
+        reading.joins(op, view, spread, ref.shape)
 
 
 def _left(spread: Spread, dims: set[int], before: tuple[int, ...], after: tuple[int, ...]) -> Spread | None:
@@ -69,7 +70,7 @@ def gated(reading: Reading, op: Op) -> None:
 
 def embedding(reading: Reading, op: Op) -> None:
     """`F.embedding`: the columns of a table lie over x."""
-    view, result = reading.view(op.argument(1, "weight")), op.results[0]
+    view, result = reading.weight(op.argument(1, "weight")), op.results[0]
     if view is None:
         return
     reading.found.embeddings[view.name] = "x"
@@ -94,7 +95,7 @@ def channels(reading: Reading, op: Op) -> None:
     """`batch_norm`, `instance_norm`: every channel by itself, but the running statistics are no features."""
     x = op.operands[0]
     spread = reading.spread(x)
-    if spread is not None and spread.axis is not None and any(reading.view(ref) is None for ref in op.operands[1:]):
+    if spread is not None and spread.axis is not None and any(reading.weight(ref) is None for ref in op.operands[1:]):
         reading.trouble(op, f"{op.name} keeps statistics of channels that are split over {spread.axis}", [spread])
     if spread is not None:
         _affine(reading, op, spread)
@@ -106,7 +107,7 @@ def _affine(reading: Reading, op: Op, spread: Spread) -> None:
     for ref in op.operands[1:]:
         view = reading.view(ref)
         if view is not None:
-            reading.joins(view, spread, (ref.shape[0], *(1,) * (len(spread.dims) - 2)))
+            reading.joins(op, view, spread, (ref.shape[0], *(1,) * (len(spread.dims) - 2)))
 
 
 _PLACES: dict[str, tuple[int, object]] = {

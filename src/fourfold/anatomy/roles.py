@@ -62,10 +62,40 @@ class Raw(NamedTuple):
         axis: over which the features of these lie.
         spans: its elements run over the split features and are split like them; False if all share it (a scalar, one
             vector for all heads), and its gradient is then partial over the axis.
+        dim: of the parameter, that runs over the split features; counted from the last (-1).
+        heads: an element stands for all features of a head, and not for one.
     """
 
     axis: str | None
     spans: bool
+    dim: int = -1
+    heads: bool = False
+
+
+class Beside(NamedTuple):
+    """A tensor without features, as each rank has it (a buffer, or what a module is given), that joins split features.
+
+    Attributes:
+        axis: over which these features lie.
+        dim: of the tensor, that runs over them; counted from the last (-1).
+        size: how many entries do; where the dim has several times as many (rows × heads), they follow one another.
+        heads: an entry stands for all features of a head, and not for one.
+        module: path of the one that joins them.
+        name: of the buffer, or the place among the floating tensors that the module is given.
+    """
+
+    axis: str
+    dim: int
+    size: int
+    heads: bool
+    module: str
+    name: str | int
+
+    @property
+    def what(self) -> str:
+        """Names the tensor."""
+        given = f"{self.module or 'the model'}: floating tensor {self.name} that it is given"
+        return self.name if isinstance(self.name, str) else given
 
 
 class Whole(NamedTuple):
@@ -150,9 +180,11 @@ class Roles:
         whole: module path → what is gathered for it and cut after it.
         shared: weight of a reducing linear, or "PATH:PLACE" (the floating outputs of a module that runs whole, by their
             place) → what of these outputs split features use.
+        beside: "MODULE:NAME" of a buffer that a module reads, or of the place of what it is given → how that lies.
         siblings: groups of linear weights that read the very same tensor, in order of use.
         dropouts: in order of execution.
         outputs: axis of each floating tensor that the root module returned.
+        exits: the same of modules that the loss calls itself; None too where features do not lie in the last dim.
         troubles: in order.
     """
 
@@ -162,7 +194,9 @@ class Roles:
     raw: dict[str, Raw] = field(default_factory=dict)
     whole: dict[str, Whole] = field(default_factory=dict)
     shared: dict[str, Shared] = field(default_factory=dict)
+    beside: dict[str, Beside] = field(default_factory=dict)
     siblings: tuple[tuple[str, ...], ...] = ()
     dropouts: list[Dropout] = field(default_factory=list)
     outputs: tuple[str | None, ...] = ()
+    exits: dict[str, tuple[str | None, ...]] = field(default_factory=dict)
     troubles: list[Trouble] = field(default_factory=list)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fourfold.anatomy.blocks import Call, Calls, blocks
 from fourfold.anatomy.rehearsal import Rehearsal
-from fourfold.anatomy.roles import BATCH_NORMS, BatchNorm, Dropout, Linear, Norm, Raw, Shared, Whole
+from fourfold.anatomy.roles import BATCH_NORMS, BatchNorm, Beside, Dropout, Linear, Norm, Raw, Shared, Whole
 from fourfold.anatomy.rows import Forward, find, rows_of, with_telling_rows
 from fourfold.anatomy.ties import own_names, ties
 from fourfold.anatomy.transcript import Transcript
@@ -49,7 +49,10 @@ class Anatomy:
             cut. What is inside one is in none of the others.
         shared: weight of a reducing linear, or "PATH:PLACE" of an output of a module that runs whole → the features of
             it whose gradient is partial over an axis, since split features use them.
+        beside: "MODULE:NAME" of a buffer that a module reads, or of the place of a tensor that it is given → the dim of
+            it that runs over split features, and is dealt like them.
         outputs: axis of the features of each floating tensor that the model returned, in order of leaves.
+        exits: path of a module that the loss calls itself → the same of what it returned last.
         siblings: groups of linear weights that read the very same tensor.
         dropouts: every dropout in order of execution.
         batch_norms: every call of `F.batch_norm` that takes statistics of the batch, in order of execution.
@@ -86,7 +89,9 @@ class Anatomy:
     repeated: tuple[str, ...] = ()
     whole: dict[str, Whole] = field(default_factory=dict)
     outputs: tuple[str | None, ...] = ()
+    exits: dict[str, tuple[str | None, ...]] = field(default_factory=dict)
     shared: dict[str, Shared] = field(default_factory=dict)
+    beside: dict[str, Beside] = field(default_factory=dict)
 
     @property
     def inexact(self) -> tuple[str, ...]:
@@ -220,7 +225,9 @@ def _run(attempt: Twin, loss: Loss, failures: tuple[str, ...], whole: tuple[str,
         unknown_rows=rows.unknown,
         whole=roles.whole,
         outputs=roles.outputs,
+        exits=roles.exits,
         shared=roles.shared,
+        beside=roles.beside,
         repeated=tuple(sorted(rehearsal.repeated | {norm.module for norm in transcript.batch_norms if norm.repeated})),
     )
 

@@ -86,6 +86,7 @@ class Transcript(TorchFunctionMode):
     Attributes:
         events: in order.
         parameters: number of a parameter's tensor → its own name.
+        buffers: number of a buffer's tensor → its name, and how many dims it has.
         batch_norms: calls that take statistics over the rows of a batch.
     """
 
@@ -100,6 +101,7 @@ class Transcript(TorchFunctionMode):
         self._kept: list[Tensor] = []  # an id is a tensor's only while it lives
         names = own_names(model)
         self.parameters = {self._ref(weight).number: names[id(weight)] for weight in model.parameters()}
+        self.buffers = {self._ref(one).number: (name, one.dim()) for name, one in model.named_buffers()}
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold import torch_private
+from fourfold.anatomy.stock import OneSequenceARow
 
 
 class Twin(NamedTuple):
@@ -46,7 +47,7 @@ def twins(model: nn.Module, batch: Mapping[str, Tensor], real: Callable[[nn.Modu
         return twin if model.training else twin.train()
 
     on_meta_batch = {name: on_meta(tensor) for name, tensor in batch.items()}
-    yield Twin("meta", training(twin(model, on_meta, on_meta)), on_meta_batch, nullcontext())
+    yield Twin("meta", training(twin(model, on_meta, on_meta)), on_meta_batch, OneSequenceARow())
 
     fakes = torch_private.fake_mode()
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fourfold.anatomy.reading import Reading, View, flow, joined, matched
+from fourfold.anatomy.joins import flow, joined, matched
+from fourfold.anatomy.reading import Reading
 from fourfold.anatomy.spread import Atom, Spread, aligned, cut, dropped, permuted, plain, reshaped, single
 from fourfold.anatomy.transcript import Op, Ref, is_ref
 
@@ -33,7 +34,7 @@ def permute(reading: Reading, op: Op) -> None:
     order = _order(op, len(x.shape))
     view, spread = reading.view(x), reading.spread(x)
     if view is not None:
-        reading.put_view(result, View(view.name, tuple(view.dims[dim] for dim in order)))
+        reading.put_view(result, view._replace(dims=tuple(view.dims[dim] for dim in order)))
     if spread is not None:
         reading.put(result, permuted(spread, order))
 
@@ -106,7 +107,7 @@ def _views_of_pieces(reading: Reading, op: Op) -> None:
     view = reading.view(op.operands[0])
     for result in op.results if view is not None else ():
         dims = matched(view.dims, op.operands[0].shape, result.shape)  # type: ignore[union-attr]
-        reading.put_view(result, View(view.name, dims))  # type: ignore[union-attr]
+        reading.put_view(result, view._replace(dims=dims))  # type: ignore[union-attr]
 
 
 def taken(reading: Reading, spread: Spread, dim: int, start: int, length: int, step: int = 1) -> Spread:
@@ -156,7 +157,7 @@ def index(reading: Reading, op: Op) -> None:
     _lookup(reading, op, spread, steps, dims, looked_up)
     result = results[0]
     if view is not None:
-        reading.put_view(result, View(view.name, tuple(None if dim is None else view.dims[dim] for dim in dims)))
+        reading.put_view(result, view._replace(dims=tuple(None if dim is None else view.dims[dim] for dim in dims)))
     if piece is not None:
         sizes = zip(dims, result.shape, strict=True)
         atoms = tuple(plain(size) if dim is None else piece.dims[dim] for dim, size in sizes)
@@ -240,13 +241,12 @@ def _check_parts(reading: Reading, op: Op, lead: Spread, parts: Sequence[Ref], d
         spread, view = reading.spread(part), reading.view(part)
         if spread is not None:
             reading.keep(spread)
-            reading.in_part(op, spread, lead.axis)
             if spread.axis and lead.axis and spread.axis != lead.axis:
                 reading.trouble(op, "cat joins features over x with features over y", [lead, spread])
             elif spread.axis is None and lead.axis is not None and spread.dim == lead.dim != dim and not spread.shared:
                 reading.trouble(op, f"cat joins whole features with features over {lead.axis}", [lead, spread])
         if view is not None:
-            reading.joins(view, lead, part.shape)
+            reading.joins(op, view, lead, part.shape)
 
 
 def copied(reading: Reading, op: Op) -> None:
@@ -274,9 +274,6 @@ def copied(reading: Reading, op: Op) -> None:
     before = reading.spread(base)
     made = part.made_of | (before.made_of if before is not None else frozenset())
     written = Spread(part.axis, tuple(dims), part.sources if shape == base.shape else frozenset(), made)
-    for one, other in ((part, before), (before, part)):
-        if one is not None and other is not None:
-            reading.in_part(op, one, other.axis)
     within = None if part.dim is None else kept[part.dim]
     cut_here = within is not None and shape[part.dim or 0] != base.shape[within]
     if part.axis is not None and cut_here:

@@ -12,14 +12,15 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count, product
 from typing import NamedTuple
 
 from torch import nn
 
 from fourfold.anatomy import contractions, reductions, views
-from fourfold.anatomy.reading import Reading, Subject, flow
+from fourfold.anatomy.joins import flow
+from fourfold.anatomy.reading import Reading, Subject
 from fourfold.anatomy.roles import BATCH_NORMS, Roles, Trouble
 from fourfold.anatomy.ties import own_names
 from fourfold.anatomy.transcript import Transcript
@@ -46,11 +47,12 @@ def find(model: nn.Module, transcript: Transcript, blocks: tuple[str, ...], aske
         asked: modules that run whole in any case: paths, in which `*` stands for anything.
     """
     search = _Search(model, transcript, blocks, asked)
-    first = search.best(bare=False)
-    if not first.troubles:
-        return first
-    second = search.best(bare=True)
-    return second if len(second.troubles) < len(first.troubles) else first
+    found: list[Roles] = []
+    for patient, bare in product((False, True), repeat=2):
+        found.append(search.best(bare=bare, patient=patient))
+        if not found[-1].troubles:
+            return found[-1]
+    return min(found, key=lambda roles: len(roles.troubles))
 
 
 class _Search:
@@ -69,17 +71,22 @@ class _Search:
             path: 1 + sum(weight.numel() for weight in module.parameters()) for path, module in self.modules.items()
         }
 
-    def best(self, *, bare: bool) -> Roles:
-        """Uniform-cost search; the cost of a choice is the number of weights that every rank then holds."""
+    def best(self, *, bare: bool, patient: bool) -> Roles:
+        """Uniform-cost search; the cost of a choice is the number of weights that every rank then holds.
+
+        Args:
+            bare: layers may be cut again behind, and tables of biases run whole.
+            patient: where a module helps, try also what follows from its output lying otherwise. It takes longer.
+        """
         order, tries = count(), 0
-        waiting: list[tuple[int, int, Choice, str, Counter[str]]] = []
+        waiting: list[tuple[int, int, Choice, str, str, Counter[str]]] = []
         for outputs in product((None, "x", "y"), repeat=len(self.asked)):
             choice = tuple(sorted(zip(self.asked, outputs, strict=True), key=str))
-            waiting.append((0, next(order), choice, "", Counter()))
+            waiting.append((0, next(order), choice, "", "", Counter()))
         best: tuple[int, int, Roles] | None = None
         seen: set[Choice] = set()
         while waiting and tries < TRIES:
-            cost, _, choice, against, before = heappop(waiting)
+            cost, _, choice, new, against, before = heappop(waiting)
             if choice in seen:
                 continue
             seen.add(choice)
@@ -93,14 +100,16 @@ class _Search:
             kinds = Counter(map(_kind, troubles))
             if kinds[against] >= before[against] > 0:
                 continue  # the choice did not help
+            # It helped and did no harm: what is left has nothing to do with it, but for the same module cut otherwise.
             if kinds.keys() < before.keys():
-                waiting.clear()  # it helped and did no harm: what is left has nothing to do with it
+                waiting = [one for one in waiting if patient and new in dict(one[2])]
+                heapify(waiting)
             taken = {pattern for pattern, _ in choice}
             for pattern, output in self._candidates(troubles[0], read, bare):
                 if pattern not in taken:
                     more = tuple(sorted((*choice, (pattern, output)), key=str))
                     price = cost + self.costs[self.patterns[pattern][0]]
-                    heappush(waiting, (price, next(order), more, _kind(troubles[0]), kinds))
+                    heappush(waiting, (price, next(order), more, pattern, _kind(troubles[0]), kinds))
         assert best is not None
         return best[2]
 

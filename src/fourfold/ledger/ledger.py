@@ -7,6 +7,7 @@ can be printed beside the figure that it measured.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -85,6 +86,16 @@ class Ledger:
             oldest = next((one for one in self.steps if one >= 0 and one != step), None)
             if oldest is not None:
                 _add(self.steps.pop(oldest), self.earlier)
+
+    @contextmanager
+    def outside_of_steps(self) -> Iterator[None]:
+        """Inside, traffic belongs to no step: it is counted under -1."""
+        before = self.step
+        self.begin(-1)
+        try:
+            yield
+        finally:
+            self.begin(before)
 
     def send(self, axis: str, kind: str, op: str, nbytes: int, calls: int = 1) -> None:
         """Count `nbytes` handed to the network (about half a microsecond; never a profiler range)."""

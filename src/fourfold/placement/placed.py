@@ -104,6 +104,16 @@ class Placed:
         for unit in self.units:
             unit.begin()
 
+    def look_at(self, inputs: Mapping[str, Tensor]) -> None:
+        """Before the forward of a micro-batch: rehearse again where its shapes lead the model's code another way.
+
+        Raises:
+            PlacementError: features are cut, and the model would not compute what the plain one does.
+        """
+        if self.split is not None:
+            with self.mesh.ledger.outside_of_steps():
+                self.split.look_at(inputs)
+
     @contextmanager
     def forward(self, position: randomness.Position | None, *, counts: bool = True, stage: int = 0) -> Iterator[None]:
         """The scope of one micro-batch's forward (or of an evaluation, without a position).

@@ -14,7 +14,7 @@ from fourfold.planner.traces import Traces
 
 
 def plan(
-    subject: Subject,
+    subject: Subject | Traces,
     cluster: Cluster,
     given: Plan | None = None,
     *,
@@ -24,16 +24,18 @@ def plan(
     """Forecast one plan, or all plans for `world` ranks (the whole cluster unless said), ranked.
 
     Args:
+        subject: what is trained; hand in `Traces` to share the traces between many answers.
         tell: is told which plan of how many is being forecast.
 
     Raises:
         TraceError, ForecastError: the model, or the plan, cannot be forecast at all.
     """
-    traces = Traces(subject)
+    traces = subject if isinstance(subject, Traces) else Traces(subject)
     if given is not None:
-        return Outlook(subject, cluster, (forecast(traces, cluster, given),), _notes(traces, cluster))
+        return Outlook(traces.subject, cluster, (forecast(traces, cluster, given),), _notes(traces, cluster))
     found = look(traces, cluster, world=world, tell=tell)
-    return Outlook(subject, cluster, found.forecasts, (*_notes(traces, cluster), *found.left_out), found.estimated)
+    notes = (*_notes(traces, cluster), *found.left_out)
+    return Outlook(traces.subject, cluster, found.forecasts, notes, found.estimated)
 
 
 def _notes(traces: Traces, cluster: Cluster) -> tuple[str, ...]:

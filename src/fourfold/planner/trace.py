@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from fourfold import randomness, torch_private
 from fourfold.anatomy import Anatomy, survey
 from fourfold.anatomy.nest import tensors
+from fourfold.anatomy.stock import OneSequenceARow
 from fourfold.placement.membership import members
 from fourfold.placement.refusals import PlacementError
 from fourfold.placement.selective import recompute_attention
@@ -32,7 +33,6 @@ from fourfold.placement.tensor.tuning import Tuning
 from fourfold.plan.grid import Grid
 from fourfold.planner import blocks
 from fourfold.planner.recorder import AFTER, BACKWARD, BEFORE, DONE, FORWARD, Recorder
-from fourfold.planner.stock import one_sequence_a_row
 from fourfold.planner.subject import Subject
 from fourfold.planner.tap import tapped
 from fourfold.wire.dry import dry_mesh
@@ -216,7 +216,7 @@ class _Unset(TorchFunctionMode):
 
 @contextmanager
 def _without_values() -> Iterator[None]:
-    with torch_private.fake_tensors(), one_sequence_a_row():
+    with torch_private.fake_tensors(), OneSequenceARow():
         yield
 
 

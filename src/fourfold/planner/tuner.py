@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 FIRST = 10
 """Points that are tried before there is anything to learn from: drawn, each far from those before."""
@@ -115,10 +116,15 @@ def _predict(
     known = np.asarray(tried)
     among, across = apart[known][:, known], apart[asked][:, known]
     factors = {length: np.linalg.cholesky(_matern(among, length) + NOISE * np.eye(len(tried))) for length in LENGTHS}
-    halves = {length: np.linalg.solve(factor, values) for length, factor in factors.items()}
+    halves = {length: _solved(factor, values[:, None])[:, 0] for length, factor in factors.items()}
     length = max(LENGTHS, key=lambda one: -0.5 * halves[one] @ halves[one] - np.log(np.diag(factors[one])).sum())
-    explained = np.linalg.solve(factors[length], _matern(across, length).T)
+    explained = _solved(factors[length], _matern(across, length).T)
     return explained.T @ halves[length], np.sqrt(np.maximum(1.0 - (explained**2).sum(0), 1e-12))
+
+
+def _solved(lower: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """x of lower · x = right: numpy knows no triangles, and takes n³ steps for what takes n²."""
+    return torch.linalg.solve_triangular(torch.from_numpy(lower), torch.from_numpy(right), upper=False).numpy()
 
 
 def _matern(distance: np.ndarray, length: float) -> np.ndarray:

@@ -107,6 +107,7 @@ class Passes:
         counts = len(rows) > 0
         batch = self.job.batch(rows if counts else range(1))
         inputs = {name: tensor.to(self.device) for name, tensor in batch.items()}
+        self.placed.look_at(inputs)
         with self.placed.forward(position, counts=counts, stage=stage):
             if self.placed.line is None:
                 return self.loss(self.placed.model, inputs)

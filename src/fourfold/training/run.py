@@ -28,6 +28,10 @@ from fourfold.training.step import Loss, Step, StepResult
 from fourfold.training.values import fill_buffers, values_of
 from fourfold.wire import Mesh, World, join
 
+EXAMPLE_ROWS = 3
+"""Of the first batch, by which a model is placed where no example was given: what a loss makes of rows that it holds
+against one another takes more than one."""
+
 
 class RunError(ValueError):
     """A run that cannot be started: says what was expected and found, and what to try."""
@@ -56,7 +60,8 @@ def parallelize(
         plan: the four choices; None: one process.
         world: the ranks; None: join what torchrun's environment describes.
         seed: of every random number.
-        example: a batch like those to come (one row is enough); None: the first one.
+        example: a batch like those to come; None: a few rows of the first one. Three rows that differ are enough; fewer
+            are repeated, each turned by a place, where a tensor grid is tried on numbers.
         weights: `weights(name, start, stop, dtype)` gives flat elements of a logical weight; None: the model's own, or
             what the initialisers of a model made by `fourfold.deferred` draw at `seed`.
         ledger: the record to write to.
@@ -170,17 +175,17 @@ class Run:
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
         """The model with all its weights on every rank, for reading."""
-        with self._outside_of_steps(), self.placed.gathered() as model:
+        with self.ledger.outside_of_steps(), self.placed.gathered() as model:
             yield model
 
     def logical_state(self) -> dict[str, Tensor]:
         """Master weights by logical name, whole, on every rank."""
-        with self._outside_of_steps():
+        with self.ledger.outside_of_steps():
             return self.placed.logical(lambda unit: unit.arena.shard)
 
     def logical_gradients(self) -> dict[str, Tensor]:
         """Gradients of the last step by logical name, as the optimizer saw them (divided, clipped), on every rank."""
-        with self._outside_of_steps():
+        with self.ledger.outside_of_steps():
             return self.placed.logical(lambda unit: unit.arena.gradient, trained=True)
 
     @property
@@ -196,16 +201,6 @@ class Run:
     def forecast(self) -> Ledger:
         """The bytes of one step of this rank, by formula."""
         return self._taken.forecast()
-
-    @contextmanager
-    def _outside_of_steps(self) -> Iterator[None]:
-        """Traffic that belongs to no step is counted under step -1."""
-        before = self.ledger.step
-        self.ledger.begin(-1)
-        try:
-            yield
-        finally:
-            self.ledger.begin(before)
 
     # ---- checkpoints
 
@@ -321,7 +316,7 @@ class Run:
 
     def _collect(self, number: float) -> list[list[float]]:
         """A number of every rank, in rank order."""
-        with self._outside_of_steps():
+        with self.ledger.outside_of_steps():
             return self.mesh.everyone.collect([number])
 
     def state_dict(self) -> dict[str, Any]:
@@ -358,10 +353,10 @@ class Run:
         return self._step
 
     def _placed_on(self, batch: Batch) -> Step:
-        return self._step or self._place(batch(range(1)))
+        return self._step or self._place(batch(range(min(batch.rows, EXAMPLE_ROWS))))
 
     def _place(self, example: dict[str, Tensor]) -> Step:
-        with self._outside_of_steps():
+        with self.ledger.outside_of_steps():
             self._step = self._placed_by(example)
         return self._step
 
@@ -392,6 +387,11 @@ class Run:
             example=example,
             part=part,
         )
+        untried = placed.untried
+        if untried and self.world.rank == 0:
+            warnings.warn(
+                f"the grid was not tried on numbers: {untried}; try a smaller model of the kind", stacklevel=2
+            )
         rule: Rule = self.plan.sync.module.Rule(self.plan.sync.options, self.mesh["data"], events, codec)
         optimizer = build(self.options, placed.shards)
         loss = looked_at(self.loss)

@@ -115,8 +115,9 @@ def loss(config: Config) -> Loss:
 
 
 def example(config: Config, rows: int = 1) -> dict[str, Tensor]:
-    """A batch like those to come: shapes and types, no values that matter."""
-    return {"tokens": torch.zeros(rows, config.data.sequence + 1, dtype=torch.int64)}
+    """A batch like those to come, with tokens that differ: what a model does is tried on it."""
+    width = config.data.sequence + 1
+    return {"tokens": (torch.arange(rows * width) % config.data.vocabulary).view(rows, width)}
 
 
 def subject(config: Config) -> Subject:

@@ -15,11 +15,10 @@ from fourfold.placement.precision import Precision
 from fourfold.torch_private import dispatch_mode, fake_mode
 from fourfold.training.step import Loss
 
-SIZES = {"cpu": (512, 1024), "cuda": (8192,)}
-"""Sides of the square products whose best rate counts as the peak."""
-TRIES = 32
-"""The best of so many products is the peak. On a busy machine the others measure the neighbours: a small product is
-done within one time slice (3 ms) and reached 160 GFLOP/s where all of 1024 were interrupted and reached 60 to 90."""
+TRIES = {"cpu": {512: 32, 1024: 8}, "cuda": {8192: 32}}
+"""Sides of square products → how many; the best rate counts as the peak. On a busy machine the others measure the
+neighbours: a small product is done within one time slice (3 ms) and reached 160 GFLOP/s where all of 1024 were
+interrupted and reached 60 to 90; of large ones a few tell."""
 
 
 @dataclass(frozen=True)
@@ -87,13 +86,13 @@ def estimated_flops(model: nn.Module, tokens: int) -> int:
 def gemm_peak(precision: str, device: torch.device) -> float:
     """FLOP/s of a large square product in the type that a plan's `precision` computes in, with torch's threads."""
     dtype = Precision.of(precision, device).compute
-    return max(_rate(size, dtype, device) for size in SIZES.get(device.type, (1024,)))
+    return max(_rate(size, tries, dtype, device) for size, tries in TRIES.get(device.type, {1024: 32}).items())
 
 
-def _rate(size: int, dtype: torch.dtype, device: torch.device) -> float:
+def _rate(size: int, tries: int, dtype: torch.dtype, device: torch.device) -> float:
     left, right = (torch.rand(size, size, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
     out = torch.empty_like(left)
-    return 2 * size**3 / min(_seconds(left, right, out) for _ in range(TRIES))
+    return 2 * size**3 / min(_seconds(left, right, out) for _ in range(tries))
 
 
 def _seconds(left: Tensor, right: Tensor, out: Tensor) -> float:

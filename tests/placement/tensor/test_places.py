@@ -61,7 +61,6 @@ def heads(way: Way) -> Way:
 
 
 PICKED: dict[str, tuple[Way, str]] = {
-    "buffer": (lambda net, y: y * net.ramp[: y.shape[-1]], "__getitem__"),
     "narrow": (heads(lambda net, y: y * net.ramp.narrow(0, 0, y.shape[2])[:, None]), "narrow"),
     "constant": (lambda net, y: y * torch.linspace(0, 1, HIDDEN).double()[: y.shape[-1]], "__getitem__"),
 }

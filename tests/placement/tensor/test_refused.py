@@ -134,7 +134,7 @@ ODD: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "arange": lambda net, y: y * torch.arange(y.shape[-1], dtype=y.dtype, device=y.device),
     "linspace": lambda net, y: y + torch.linspace(0, 1, y.shape[-1], dtype=y.dtype, device=y.device),
     "group_norm": lambda net, y: F.group_norm(y.transpose(1, 2), 2).transpose(1, 2),
-    "mul": lambda net, y: y * net.ramp,
+    "mul": lambda net, y: y * torch.full((HIDDEN,), 0.5, dtype=y.dtype, device=y.device),
 }
 
 
@@ -370,3 +370,21 @@ def test_groups_of_channels_lie_whole_on_the_ranks(groups: int) -> None:
     work = images(nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect"), nn.GroupNorm(groups, 8))
     for found in on_threads(work, plan(x=2, y=2)):
         assert_equal(found, serial(work))
+
+
+class Pooled(nn.Module):
+    """Words by their scores, which are products with a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(37, WIDTH), nn.Linear(WIDTH, 37)
+        self.query = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        return self.head(x * F.linear(x, self.query.view(1, -1)))
+
+
+def test_a_vector_that_contracts_features_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for said in refusals(Work(Pooled().double()), monkeypatch, x=2):
+        assert said.startswith("query: the model sums its products with features that lie over x")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold import wire
@@ -120,10 +122,59 @@ def test_a_split_model_that_fails_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert "a step of the split model fails where the whole model's does not" in words and "broken" in words
 
 
+def test_a_loss_that_holds_rows_against_one_another_is_tried_on_rows_that_differ(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On one row it has no gradient, and nothing could be wrong."""
+
+    def contrast(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+        features = F.normalize(model(batch["tokens"]).mean(1), dim=-1)
+        return F.cross_entropy(features @ features.t(), torch.arange(len(features)), reduction="sum"), len(features)
+
+    model, row = decoding(Sizes(heads=4, shared=2)).fresh(), {"tokens": TOKENS["tokens"][:1, :6]}
+    assert placed(model, contrast, row, y=4) == [("", "")] * 4
+    monkeypatch.setattr(splitting, "_summing", lambda axis: lambda gradient: gradient)
+    assert all("attention.k" in words for words, _ in placed(model, contrast, row, y=4))
+
+
+def test_a_model_is_placed_by_a_few_rows_of_its_first_batch() -> None:
+    model = gpt()
+
+    def body(world: wire.World) -> list[Tensor]:
+        plan = {"placement": {"tensor": {"algorithm": "4d", "y": 2}}}
+        run = parallelize(copy.deepcopy(model), cross_entropy, OptimizerOptions(), plan, world=world)
+        run.step(TOKENS)
+        assert run.placed.split is not None
+        return list(run.placed.split.example.values())
+
+    for (tokens,) in wire.threads.launch(2, body):
+        assert torch.equal(tokens, TOKENS["tokens"][:3])
+
+
+def test_the_trial_is_of_the_model_in_training() -> None:
+    def in_training(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        total, count = cross_entropy(model, batch)
+        return (total if model.training else total * torch.nan), count
+
+    torch.manual_seed(0)
+    model = GPT(Config(vocabulary=40, context=8, layers=2, width=24, heads=4, dropout=0.5))
+    for whole in (model, model.eval()):  # training puts it into training
+        assert placed(whole, in_training, TOKENS, x=2) == [("", "")] * 2
+
+
+def test_python_is_warned_once_of_a_grid_that_was_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "MOST_RANKS", 1)
+    warned: list[str] = []
+    monkeypatch.setattr(warnings, "warn", lambda message, *args, **kwargs: warned.append(str(message)))
+    placed(gpt(), cross_entropy, TOKENS, y=2)
+    (words,) = [words for words in warned if "the grid was not tried on numbers" in words]
+    assert "features lie over 2 ranks, more than 1; try a smaller model of the kind" in words
+
+
 def _failing(inner: Any) -> Any:
-    def step(model: nn.Module, loss: Any, batch: Mapping[str, Tensor]) -> Any:
+    def step(model: nn.Module, *about: Any) -> Any:
         if len(next(iter(model.parameters()))) != 40:  # a table that is cut
             raise RuntimeError("broken")
-        return inner(model, loss, batch)
+        return inner(model, *about)
 
     return step

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from fourfold.anatomy import Anatomy, Linear
+from fourfold.anatomy import Anatomy, Linear, Raw
 from fourfold.placement.cut import Cut, Share, deal
 from fourfold.placement.refusals import NEAREST, PlacementError
 from fourfold.plan.grid import Grid
@@ -43,6 +43,7 @@ class Dealing:
     partial: dict[str, Share | str] = field(default_factory=dict)
     known: dict[tuple[str, int], list[Share]] = field(default_factory=dict)
     _outputs: dict[tuple[str, int, str], Share] = field(default_factory=dict)
+    _heads: dict[tuple[str, int, str], Share] = field(default_factory=dict)
 
     def share(self, linear: Linear, size: int, axis: str | None, unit: int) -> Share | None:
         """How the input features of a linear are dealt: as the outputs of a neighbour in its module are, if one is."""
@@ -62,6 +63,21 @@ class Dealing:
     def note(self, linear: Linear, size: int, share: Share) -> None:
         """A linear's output features are dealt so."""
         self._outputs.setdefault((_parent(linear.module), size, share.axis), share)
+
+    def beside(self, what: str, scope: str, axis: str, size: int, *, heads: bool) -> Share:
+        """How a dim of `what` is dealt that runs over split features, or heads, in the module `scope`: as these are.
+
+        Raises:
+            PlacementError: so many heads are dealt in several ways.
+        """
+        made = (self._heads if heads else self._outputs).get((scope, size, axis))
+        known = self.known.get((axis, size), [])
+        if made is None and heads and len(known) > 1:
+            raise PlacementError(
+                f"{what}: has an entry for each of {size} heads over {axis}, and so many are dealt in {len(known)} "
+                f"ways: expected heads of one attention, in its own module; leave out plan.placement.tensor.{axis}"
+            )
+        return made or (known[0] if len(known) == 1 else self.evenly(size, axis))
 
     def remember(self, share: Share, size: int) -> Share:
         """So many features, or heads, are dealt so."""
@@ -104,6 +120,7 @@ def deal_weights(model: nn.Module, anatomy: Anatomy, grid: Grid) -> Dealing:
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     names = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
+    _refuse_vectors(anatomy)
     dealing = Dealing(anatomy, {"x": grid.x, "y": grid.y}, names)
     biases = {name: bias_of(model, linear, names) for name, linear in anatomy.linears.items()}
     for group in _groups(anatomy):
@@ -115,15 +132,25 @@ def deal_weights(model: nn.Module, anatomy: Anatomy, grid: Grid) -> Dealing:
         for name in _own(model, path, names):
             if not norm.spans and name in anatomy.raw:  # a group norm's: one element a channel
                 continue
-            _deal_vector(dealing, name, shapes, norm.axis, norm.spans, _parent(path))
+            _deal_vector(dealing, name, shapes, Raw(norm.axis, norm.spans), _parent(path))
     for name, raw in anatomy.raw.items():
         if name not in dealing.cuts:
             holder = _parent(name)
             scope = _parent(holder) if holder in anatomy.norms else holder
-            _deal_vector(dealing, name, shapes, raw.axis, raw.spans, scope)
+            _deal_vector(dealing, name, shapes, raw, scope)
     for name, shape in shapes.items():
         dealing.cuts.setdefault(name, Cut(shape, (None,) * len(shape)))
     return dealing
+
+
+def _refuse_vectors(anatomy: Anatomy) -> None:
+    for name, linear in anatomy.linears.items():
+        if "out" not in linear.layout.split(","):
+            raise PlacementError(
+                f"{name}: {linear.module or 'the model'} sums its products with features that lie over "
+                f"{linear.contract}: expected a weight with a dim of output features, found a vector; make it an "
+                "nn.Linear of one feature, or leave out plan.placement.tensor"
+            )
 
 
 def _parent(path: str) -> str:
@@ -201,7 +228,9 @@ def _outputs(dealing: Dealing, name: str, axis: str, sections: Sequence[int], co
             dealt = [deal(count, ranks, index) for index in range(ranks)]
         if not all(dealt):
             raise PlacementError(_too_few(name, axis, ranks, count, "heads" if unit > 1 else "features"))
-        dealing.remember(Share(axis, tuple((units,) for units in dealt)), count)
+        units = dealing.remember(Share(axis, tuple((units,) for units in dealt)), count)
+        if unit > 1:
+            dealing._heads.setdefault((_parent(linear.module), count, axis), units)
         each, copies = count // min(counts, default=count), ranks // min(counts, default=ranks)
         if each > 1 < copies:  # the queries of one key-value head, which code may count
             dealing.remember(Share(axis, tuple((deal(each, copies, at % copies),) for at in range(ranks))), each)
@@ -275,18 +304,18 @@ def _deal_table(dealing: Dealing, name: str, axis: str, shapes: Mapping[str, tup
     dealing.cuts[name] = Cut((rows, width), (None if whole else dealing.evenly(rows, "y"), columns))
 
 
-def _deal_vector(
-    dealing: Dealing, name: str, shapes: Mapping[str, tuple[int, ...]], axis: str | None, spans: bool, scope: str
-) -> None:
-    """A weight that joins activations elementwise: its last dim runs over the features, or it is one for all."""
-    shape = shapes[name]
+def _deal_vector(dealing: Dealing, name: str, shapes: Mapping[str, tuple[int, ...]], raw: Raw, scope: str) -> None:
+    """A weight that joins activations elementwise: one of its dims runs over the features, or it is one for all."""
+    shape, axis = shapes[name], raw.axis
     if axis is None or dealing.sizes[axis] == 1:
         return
-    if not spans:
+    if not raw.spans:
         dealing.partial[name] = axis
         return
-    share = dealing._outputs.get((scope, shape[-1], axis)) or dealing.evenly(shape[-1], axis)
-    _settle(dealing, name, Cut(shape, (*(None for _ in shape[1:]), share)))
+    shares: list[Share | None] = [None] * len(shape)
+    share = shares[raw.dim] = dealing.beside(name, scope, axis, shape[raw.dim], heads=raw.heads)
+    _refuse_empty(name, share, shape[raw.dim], "entries beside features")
+    _settle(dealing, name, Cut(shape, tuple(shares)))
     if share.copies > 1:  # each copy of a head has the gradients of its own queries
         dealing.partial[name] = share
 

@@ -7,8 +7,10 @@ which compares every shape with that of the whole model.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -38,8 +40,8 @@ class Patch:
 
     module: nn.Module
     name: str
-    whole: int
-    here: int
+    whole: Any
+    here: Any
 
     def apply(self, *, split: bool) -> None:
         """Set the one or the other."""
@@ -47,16 +49,31 @@ class Patch:
 
 
 def patches(module: nn.Module, counts: Counts) -> Iterator[Patch]:
-    """The attributes of an attention module that count what is cut."""
-    for name, value in list(vars(module).items()):
-        if not isinstance(value, int) or isinstance(value, bool):
-            continue
-        here = None
-        if name in HEADS:
-            here = counts.heads.get(value)
-        elif name in FEATURES:
+    """The attributes of an attention module that count what is cut, and a config of its own where that counts heads."""
+    config = getattr(module, "config", None)
+    counted = {name: here for name, value in _numbers(config) if (here := _heads(name, value, counts)) is not None}
+    if counted:
+        mine = copy.copy(config)
+        for name, here in counted.items():
+            setattr(mine, name, here)
+        yield Patch(module, "config", config, mine)
+    for name, value in _numbers(module):
+        here = _heads(name, value, counts)
+        if name in FEATURES:
             here = counts.features.get(value)
         elif name in GROUPS:
             here = counts.groups
         if here is not None and here != value:
             yield Patch(module, name, value, here)
+
+
+def _numbers(holder: object) -> list[tuple[str, int]]:
+    """Attributes that are whole numbers."""
+    named = getattr(holder, "__dict__", {}).items()
+    return [(name, value) for name, value in named if isinstance(value, int) and not isinstance(value, bool)]
+
+
+def _heads(name: str, value: int, counts: Counts) -> int | None:
+    """How many heads are here, if this is the name of a count of them."""
+    here = counts.heads.get(value) if name in HEADS else None
+    return None if here == value else here

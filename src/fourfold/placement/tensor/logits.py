@@ -13,7 +13,7 @@ torch that gets one passes through the mode, properties such as `.shape` too, an
 
 So any loss is exact, and the usual ones are cheap. All ranks of the axis must run the same functions in the same order,
 as ranks that hold the same rows do: a loss that prints logits on one rank alone waits for the others. The mode is gone
-when backward runs, so a loss must not recompute its own use of logits there (`torch.utils.checkpoint`).
+when backward runs, so a loss that would recompute its own use of logits there (`torch.utils.checkpoint`) is refused.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fourfold.placement.refusals import PlacementError
 from fourfold.placement.tensor.vocabulary import VocabularyError, vocabulary_cross_entropy, vocabulary_logsumexp
-from fourfold.torch_private import map_leaves, storage_key
+from fourfold.torch_private import inside_checkpoint, map_leaves, storage_key
 from fourfold.wire import Axis, ops
 
 
@@ -92,6 +93,11 @@ class SplitLogits(TorchFunctionMode):
         if axis.size > 1:
             self._marks[tensor] = Mark(axis, found, tensor.dim() - 1)
 
+    @property
+    def quiet(self) -> bool:
+        """Inside of `paused`."""
+        return self._paused > 0
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Nothing is seen inside: for the model's own forward, to which its tensors are what they are.
@@ -104,6 +110,21 @@ class SplitLogits(TorchFunctionMode):
             yield
         finally:
             self._paused -= 1
+
+    def refuse_changed(self, given: Any) -> None:
+        """What a module of the model is given is a part, on which nothing is known of what was done to the whole.
+
+        Raises:
+            VocabularyError: a tensor that was changed or is watched.
+        """
+        for part in _tensors(given):
+            mark = self._marks.get(part)
+            if mark is not None and mark.whole is not None and (mark.pinned or mark.whole._version != mark.version):
+                raise VocabularyError(
+                    f"loss: a tensor of shape {list(mark.shape(part))} was changed in place or is watched, and is then "
+                    f"given to a module of the model, which knows the part of it on axis {mark.axis.name}; change a "
+                    "copy, or leave out plan.placement.tensor"
+                )
 
     def gathered(self, part: Tensor) -> Tensor:
         """The whole tensor of a marked part; gathered at the first call, the same later. Backward cuts, sends nothing.
@@ -125,6 +146,8 @@ class SplitLogits(TorchFunctionMode):
         marked = [tensor for tensor in _tensors((args, kwargs)) if tensor in self._marks]
         if not marked:
             return func(*args, **kwargs)
+        if inside_checkpoint():
+            raise _recomputed(self._marks[marked[0]], marked[0])
         mark, follow = self._marks[marked[0]], _FOLLOWED.get(func)
         if follow is not None and len(marked) == 1 and args and args[0] is marked[0]:
             found = NotImplemented if self._pinned(marked[0], func) else follow(self, mark, func, *args, **kwargs)
@@ -161,6 +184,14 @@ class SplitLogits(TorchFunctionMode):
         if isinstance(result, Tensor) and result not in self._marks:
             self._marks[result] = Mark(mark.axis, mark.sizes, mark.dim if dim is None else dim, mark.log)
         return result
+
+
+def _recomputed(mark: Mark, part: Tensor) -> PlacementError:
+    return PlacementError(
+        f"loss: logits of shape {list(mark.shape(part))} are used inside torch.utils.checkpoint, and they lie in parts "
+        f"over axis {mark.axis.name}: backward, to which they are parts, would compute the use again. Take what the "
+        "loss makes of logits out of the checkpoint, or leave out plan.placement.tensor"
+    )
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

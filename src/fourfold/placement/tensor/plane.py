@@ -42,10 +42,12 @@ def on_one_axis(anatomy: Anatomy) -> Anatomy:
 
     tables = {name: {key: moved(one) for key, one in getattr(anatomy, name).items()} for name in _TABLES}
     dropouts = tuple(dropout._replace(axis=moved(dropout.axis)) for dropout in anatomy.dropouts)
-    return dataclasses.replace(anatomy, **tables, dropouts=dropouts, outputs=tuple(map(moved, anatomy.outputs)))
+    exits = {path: tuple(map(moved, axes)) for path, axes in anatomy.exits.items()}
+    outputs = tuple(map(moved, anatomy.outputs))
+    return dataclasses.replace(anatomy, **tables, dropouts=dropouts, outputs=outputs, exits=exits)
 
 
-_TABLES = ("linears", "embeddings", "norms", "raw", "whole", "shared")
+_TABLES = ("linears", "embeddings", "norms", "raw", "whole", "shared", "beside")
 
 
 def on_whole_tokens(anatomy: Anatomy) -> Anatomy:

@@ -110,9 +110,16 @@ class LossScope:
             finally:
                 self._mode = None
 
+    @property
+    def reads(self) -> bool:
+        """Code of a loss runs, and none of the model's."""
+        return self._mode is not None and not self._mode.quiet
+
     @contextmanager
-    def of_model(self) -> Iterator[None]:
-        """For the time of the model's own forward, to which tensors are what they are."""
+    def of_model(self, given: Any) -> Iterator[None]:
+        """For the time of the model's own forward, to which the tensors that it is given are what they are."""
+        if self.reads and self._mode is not None:
+            self._mode.refuse_changed(given)
         with nullcontext() if self._mode is None else self._mode.paused():
             yield
 
@@ -143,7 +150,7 @@ class RootExecutor(Executor):
 
     def on_blocks(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, and see to its outputs."""
-        with self.scope.of_model():
+        with self.scope.of_model((args, kwargs)):
             found = self.inner(*args, **kwargs)
         places = count()
 
@@ -157,6 +164,14 @@ class RootExecutor(Executor):
             return self.scope.whole(value, axis, extents(share))
 
         return map_leaves(whole, found)
+
+
+class ExitExecutor(RootExecutor):
+    """A module that a loss calls itself: what it returns there is whole. Called by the model, it is what it is."""
+
+    def on_blocks(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it, and see to its outputs where a loss gets them."""
+        return super().on_blocks(*args, **kwargs) if self.scope.reads else self.inner(*args, **kwargs)
 
 
 def extents(share: Share) -> list[int]:

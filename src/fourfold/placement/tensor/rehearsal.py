@@ -1,39 +1,44 @@
 """A dry run of the split model beside the whole one: every shape must be the whole's, but for what is cut.
 
 A count of heads that a module keeps to itself can fold heads into time and still run (`view(batch, -1, heads, width)`).
-So every function that the model calls is compared, not the modules' outputs alone, and tried on numbers where shapes do
-not tell (`probe.py`). Tensors have no values (or none that matter), and the mesh is dry: nothing is allocated, nothing
-sent, and the bytes that would be sent are counted.
+So every function that the model calls is compared (`comparison.py`), not the modules' outputs alone, and tried on
+numbers where shapes do not tell (`probe.py`). Tensors have no values (or none that matter), and the mesh is dry:
+nothing is allocated, nothing sent, and the bytes that would be sent are counted.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from difflib import SequenceMatcher
 from functools import partial
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fourfold import randomness, torch_private
+from fourfold import torch_private
 from fourfold.anatomy import Anatomy
 from fourfold.anatomy.blocks import Calls
 from fourfold.anatomy.rehearsal import Rehearsal, sites
+from fourfold.anatomy.stock import OneSequenceARow
 from fourfold.anatomy.twin import twin
 from fourfold.placement.refusals import PlacementError
-from fourfold.placement.tensor.dealing import Dealing
 from fourfold.placement.tensor.executor import Executor
-from fourfold.placement.tensor.probe import Call, agrees, suspicious
+from fourfold.placement.tensor.probe import Call
 from fourfold.torch_private import leaves
 
 Shape = tuple[int, ...]
 Loss = Callable[[nn.Module, Any], Any]
+
+
+ARRANGING = frozenset(
+    "__getitem__ contiguous expand expand_as flatten permute repeat repeat_interleave reshape select squeeze transpose "
+    "unflatten unsqueeze view view_as".split()
+)
+"""What code may leave out where there is nothing to arrange: a single key-value head need not be repeated."""
 
 
 class Made(NamedTuple):
@@ -60,6 +65,7 @@ class Run:
         times: module → how often it was called.
         draws: dropout site → shape of what is dropped from.
         outputs: shapes of the floating tensors that the model returned.
+        returned: module that the loss called itself, and shapes of the floating tensors that it gave to the loss.
         given, gave: shapes of the floating tensors that modules that run whole are given, and give, by path.
         running: the function that runs, and in which module; where the run was when it ended.
         error: what ended it before its end; it is then as far as it came.
@@ -70,6 +76,7 @@ class Run:
     times: Counter[str] = field(default_factory=Counter)
     draws: dict[str, Shape] = field(default_factory=dict)
     outputs: list[Shape] = field(default_factory=list)
+    returned: list[tuple[str, list[Shape]]] = field(default_factory=list)
     given: dict[str, list[Shape]] = field(default_factory=dict)
     gave: dict[str, list[Shape]] = field(default_factory=dict)
     running: str = ""
@@ -104,22 +111,32 @@ class _Shapes(TorchFunctionMode):
     def __init__(self, calls: Calls, opaque: frozenset[str], run: Run, executors: _Executors) -> None:
         super().__init__()
         self.calls, self.opaque, self.run, self.executors = calls, opaque, run, executors
+        self._within: dict[str, str | None] = {}
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         inside, name = self.calls.inside, getattr(func, "__name__", str(func))
         if name in ("__get__", "__set__") or not self.calls.running:
             return func(*args, **(kwargs or {}))
         self.run.running = f"{inside or 'the model'}: {name}"
-        call = Call.of(func, args, kwargs or {})
+        opaque = self._opaque(inside)
+        noted = opaque is None and not self.executors.running
+        call = Call.of(func, args, kwargs or {}) if noted else None  # before it: some change their arguments' shapes
         result = func(*args, **(kwargs or {}))
         self.run.running = ""
-        opaque = next((path for path in self.opaque if inside == path or inside.startswith(f"{path}.")), None)
         if opaque is not None:
             self.run.inside.setdefault(opaque, []).append(name)
-        elif not self.executors.running and any(isinstance(value, Tensor) for value in leaves((args, result))):
+        elif call is not None and any(isinstance(value, Tensor) for value in leaves((args, result))):
             shapes = tuple(tuple(value.shape) for value in leaves(result) if isinstance(value, Tensor))
             self.run.made.append(Made(inside, name, shapes, call))
         return result
+
+    def _opaque(self, inside: str) -> str | None:
+        """The opaque module that a module is, or is in."""
+        if inside not in self._within:
+            parts = inside.split(".")
+            around = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+            self._within[inside] = next((path for path in around if path in self.opaque), None)
+        return self._within[inside]
 
 
 def run(
@@ -142,6 +159,10 @@ def run(
     def note(module: nn.Module, args: Any, result: Any) -> None:
         found.outputs = _floating(result)
 
+    def give_back(path: str, module: nn.Module, args: Any, result: Any) -> None:
+        if not calls.running:
+            found.returned.append((path, _floating(result)))
+
     def give(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         found.given[path] = _floating((args, kwargs))
 
@@ -154,6 +175,8 @@ def run(
             module = model.get_submodule(path)
             stack.callback(module.register_forward_pre_hook(partial(give, path), with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(partial(get, path)).remove)
+        for path in anatomy.exits:
+            stack.callback(model.get_submodule(path).register_forward_hook(partial(give_back, path)).remove)
         for mode in (calls.watching(model), beside(calls), _Shapes(calls, opaque, found, _Executors(model)), rehearsal):
             stack.enter_context(mode)
         try:
@@ -190,11 +213,14 @@ class Stage:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_fakes", torch_private.fake_mode() if self.kind == "fake" else None)
 
-    def entered(self) -> Any:
-        """The mode that the rehearsal runs in."""
-        if self.kind == "meta":
-            return _OnMeta()
-        return self._fakes or nullcontext()  # type: ignore[attr-defined]
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """The modes that the rehearsal runs in."""
+        fakes = self._fakes or nullcontext()  # type: ignore[attr-defined]
+        with ExitStack() as stack:
+            for mode in (OneSequenceARow(), _OnMeta()) if self.kind == "meta" else (fakes,):
+                stack.enter_context(mode)
+            yield
 
     @classmethod
     def of(cls, model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], kind: str, dtype: torch.dtype) -> Stage:
@@ -260,146 +286,3 @@ class _OnMeta(TorchFunctionMode):
 
 def _to_meta(value: Any) -> Any:
     return value.to("meta") if isinstance(value, Tensor) and value.dim() else value
-
-
-def compare(
-    whole: Run, local: Run, dealing: Dealing, coordinates: Mapping[str, int], gathered: Collection[str]
-) -> None:
-    """Every shape of the split run is that of the whole run, but where a dim is one that is cut; and so are values.
-
-    Args:
-        whole, local: the runs.
-        dealing: what is cut, and how.
-        coordinates: of this rank.
-        gathered: paths of the modules whose input features are gathered before they run whole.
-
-    Raises:
-        PlacementError: names the module, the function and the two shapes.
-    """
-    if isinstance(local.error, PlacementError):
-        raise local.error
-    _compare_gathered(whole, local, gathered)
-    ways = dealing.ways(coordinates)
-    tried: set[str] = set()
-    if local.error is None:
-        _compare_calls(whole, local)
-    for one, other in _matched(whole, local):
-        if not _fits(one.shapes, other.shapes, ways):
-            raise PlacementError(
-                f"{_named(one)} gives {_text(one.shapes)} in the whole model, and {_text(other.shapes)} "
-                "on a part of its heads or features: other dims differ than those that are cut. Does it count heads by "
-                f"an attribute or a config that placement does not know? {_REMEDY}"
-            )
-        if suspicious(one.function, one.call, other.call):
-            signature = repr((one.function, one.call.args, one.call.kwargs, other.call.args, other.call.kwargs))
-            if signature not in tried and not agrees(one.call, other.call, ways):
-                raise PlacementError(
-                    f"{_named(one)} does not make of a part of the heads or features what it makes of all of them: it "
-                    "moves or mixes them, or takes their number or their places from the shape of a tensor. Let a "
-                    f"module of its own do it, which can run whole, or write it for every feature by itself; {_REMEDY}"
-                )
-            tried.add(signature)
-    if local.error is not None:
-        reason = (str(local.error).strip() or type(local.error).__name__).splitlines()[0]
-        raise PlacementError(
-            f"{local.running or 'the model'} fails on a part of the heads or features ({reason}). Does it take their "
-            f"number from an attribute, a config or a buffer that placement does not know? {_REMEDY}"
-        ) from local.error
-
-
-_REMEDY = "leave out plan.placement.tensor, or the axis of it that cuts these features"
-
-
-def _named(made: Made) -> str:
-    return f"{made.module or 'the model'}: {made.function}"
-
-
-def _compare_gathered(whole: Run, local: Run, gathered: Collection[str]) -> None:
-    """What runs whole finds the features that it is given in the last dim, and nowhere else."""
-    for path in gathered:
-        for one, other in zip(whole.given[path], local.given.get(path, []), strict=False):
-            differing = [dim for dim, (a, b) in enumerate(zip(one, other, strict=False)) if a != b]
-            if len(one) != len(other) or differing not in ([], [len(one) - 1]):
-                raise PlacementError(
-                    f"{path}: must run on whole features, and is given {list(other)} of {list(one)}: expected features "
-                    f"in the last dim, as linears have them; {_REMEDY}"
-                )
-
-
-ARRANGING = frozenset(
-    "__getitem__ contiguous expand expand_as flatten permute repeat repeat_interleave reshape select squeeze transpose "
-    "unflatten unsqueeze view view_as".split()
-)
-"""What code may leave out where there is nothing to arrange: a single key-value head need not be repeated."""
-
-
-def _compare_calls(whole: Run, local: Run) -> None:
-    """What computes runs in both, in the same order: nothing hangs on how many heads or features there are.
-
-    Raises:
-        PlacementError: names the first function that only one of them calls.
-    """
-    for module in dict.fromkeys(made.module for made in (*whole.made, *local.made)):
-        ours, theirs = (
-            [made for made in run.made if made.module == module and made.computes] for run in (whole, local)
-        )
-        for one, other in zip_longest(ours, theirs):
-            if one is None or other is None or one.function != other.function:
-                calls = [f"calls {made.function}" if made else "is done" for made in (one, other)]
-                raise PlacementError(
-                    f"{module or 'the model'}: {calls[0]} in the whole model, where on a part of its heads or features "
-                    f"it {calls[1]}: its code asks how many there are. Let it do the same for any number; {_REMEDY}"
-                )
-
-
-def _matched(whole: Run, local: Run) -> Iterator[tuple[Made, Made]]:
-    """Calls of the same function in the same module, in order.
-
-    One of the two may call more where its code asks how many heads there are: a single key-value head need not be
-    repeated.
-    """
-    if local.error is not None or [made[:2] for made in whole.made] == [made[:2] for made in local.made]:
-        yield from zip(whole.made, local.made, strict=False)
-        return
-    for module in dict.fromkeys(made.module for made in whole.made):
-        ours, theirs = ([made for made in run.made if made.module == module] for run in (whole, local))
-        names = ([made.function for made in run] for run in (ours, theirs))
-        for at, there, count in SequenceMatcher(None, *names, autojunk=False).get_matching_blocks():
-            yield from zip(ours[at : at + count], theirs[there : there + count], strict=True)
-
-
-def _fits(whole: tuple[Shape, ...], local: tuple[Shape, ...], pairs: Collection[tuple[int, int]]) -> bool:
-    return len(whole) == len(local) and all(
-        len(before) == len(after) and all(a == b or (a, b) in pairs for a, b in zip(before, after, strict=True))
-        for before, after in zip(whole, local, strict=True)
-    )
-
-
-def _text(shapes: tuple[Shape, ...]) -> str:
-    return ", ".join(str(list(shape)) for shape in shapes)
-
-
-def cuts(
-    whole: Run,
-    local: Run,
-    anatomy: Anatomy,
-    dealing: Dealing,
-    coordinates: Mapping[str, int],
-    windows: Mapping[str, randomness.Window],
-) -> dict[str, tuple[randomness.Cut, ...]]:
-    """How the tensors that dropouts take are cut here, by site, besides by rows, which `windows` say."""
-    axes = {dropout.site: dropout.axis for dropout in anatomy.dropouts}
-    found: dict[str, tuple[randomness.Cut, ...]] = {}
-    for site, shape in whole.draws.items():
-        here, axis = local.draws.get(site, shape), axes.get(site)
-        rows = anatomy.layouts.get(site, randomness.FIRST).dim if site in windows else -1
-        differing = [dim for dim, (a, b) in enumerate(zip(shape, here, strict=True)) if a != b and dim != rows]
-        if not differing:
-            continue
-        if axis is None or dealing.sizes[axis] == 1:  # time, which lies over the other axis
-            axis = "y"
-        found[site] = tuple(
-            randomness.Cut(dim, dealing.runs(axis, shape[dim], here[dim], coordinates[axis]), shape[dim])
-            for dim in differing
-        )
-    return found

@@ -30,6 +30,7 @@ from fourfold.placement.tensor.linears import Siblings
 from fourfold.placement.tensor.product import product
 from fourfold.placement.tensor.regions import on_first
 from fourfold.placement.tensor.rehearsal import Run
+from fourfold.plan.grid import Grid
 from fourfold.wire import Axis, Mesh, ops
 from fourfold.wire.formulas import shares
 
@@ -116,6 +117,11 @@ class Way(Between):
     def __init__(self, mesh: Mesh, dealing: Dealing) -> None:
         super().__init__(mesh, dealing)
         self.time = Time(mesh["y"])
+
+    @classmethod
+    def example(cls, batch: Mapping[str, Tensor], grid: Grid) -> Mapping[str, Tensor]:
+        """One row: where tokens of several lie in one dim, those of a part of time are no run of it."""
+        return {name: tensor[:1] for name, tensor in batch.items()}
 
     def extents(self) -> tuple[int, ...]:
         """Rows and time steps."""

@@ -8,28 +8,34 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fourfold import randomness
-from fourfold.anatomy import Anatomy
+from fourfold.anatomy import Anatomy, survey
 from fourfold.ledger import Flow, Ledger, Traffic
+from fourfold.placement.cut import Share
 from fourfold.placement.refusals import PlacementError
-from fourfold.placement.tensor import rehearsal, resplit, rowwise
+from fourfold.placement.tensor import comparison, rehearsal, resplit, rowwise
 from fourfold.placement.tensor.assembly import Assembly
 from fourfold.placement.tensor.between import Between, way_of
 from fourfold.placement.tensor.dealing import Dealing, bias_of, deal_weights
+from fourfold.placement.tensor.familiar import Dropped, Familiar
 from fourfold.placement.tensor.layers import refuse_holders, refuse_layers
 from fourfold.placement.tensor.reads import Reads
-from fourfold.placement.tensor.regions import LossScope, RootExecutor
+from fourfold.placement.tensor.regions import ExitExecutor, LossScope, RootExecutor
 from fourfold.placement.tensor.rehearsal import Stage
 from fourfold.placement.tensor.takeover import Takeover
 from fourfold.placement.tensor.tuning import Tuning
 from fourfold.plan.grid import Grid
 from fourfold.wire import Axis, Mesh
 from fourfold.wire.dry import dry_mesh
+
+READ = "linears embeddings norms raw whole shared beside siblings dropouts outputs exits".split()
+"""What of an anatomy says how a model is cut."""
 
 Staged = Callable[[Callable[[], tuple[Tensor, object]], Ledger], Mapping[Flow, Traffic]]
 """Runs a model stage by stage: what runs it whole, and the ledger that it counts in, to the traffic of some stages."""
@@ -48,7 +54,8 @@ class Split:
         scope: of the loss that is being computed.
         outputs: by place among the floating tensors that the model returns, the axis of their features and how many
             they are in the whole model. Found by `rehearse`.
-        dropped: by site, how the tensors that dropouts take are cut. Found by `rehearse`.
+        exits: the same of modules that the loss calls itself, by path. Found by `rehearse`.
+        dropped: by site, how the tensors that dropouts take are cut. Found by `rehearse`, and by `look_at`.
         windows: by site, which part of the rows a dropout is of. Found by `rehearse`.
         widths: of modules that run whole, how many features go in and come out. Found by `rehearse`.
         by_rows: paths of those of them that are computed by rows.
@@ -65,7 +72,8 @@ class Split:
     scope: LossScope = field(default_factory=LossScope)
     assembly: Assembly = field(init=False)
     outputs: dict[int, tuple[str, int]] = field(default_factory=dict)
-    dropped: dict[str, tuple[randomness.Cut, ...]] = field(default_factory=dict)
+    exits: dict[str, dict[int, tuple[str, int]]] = field(default_factory=dict)
+    dropped: Dropped = field(default_factory=dict)
     windows: dict[str, randomness.Window] = field(default_factory=dict)
     widths: dict[str, tuple[int, int]] = field(default_factory=dict)
     by_rows: tuple[str, ...] = ()
@@ -73,6 +81,7 @@ class Split:
     untried: str = ""
     takeover: Takeover = field(init=False, repr=False)
     _stage: Stage = field(init=False, repr=False)
+    _familiar: Familiar = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.assembly = Assembly(self.mesh, self.dealing.cuts)
@@ -100,9 +109,8 @@ class Split:
             if whole.error is not None:
                 raise whole.error
             refuse_layers(twin, self.anatomy, whole)
-            for place, (axis, shape) in enumerate(zip(self.anatomy.outputs, whole.outputs, strict=False)):
-                if axis is not None and self.mesh[axis].size > 1:
-                    self.outputs[place] = axis, shape[-1]
+            self.outputs.update(self._cut(self.anatomy.outputs, whole.outputs))
+            self.exits.update({path: self._cut(self.anatomy.exits[path], shapes) for path, shapes in whole.returned})
             self.widths.update({path: _widths(whole, path) for path in self.anatomy.whole})
             split, model = self._dry(Ledger())
             with split.scope.around():
@@ -111,7 +119,48 @@ class Split:
         self.windows |= resplit.windows(self.mesh, self.anatomy, self.by_rows)
         self._compare(whole, local)
         about = self.anatomy, self.dealing, self.mesh.coordinates, self.windows
-        self.dropped = rehearsal.cuts(whole, local, *about)
+        self.dropped = comparison.cuts(whole, local, *about)
+        self._familiar = Familiar(stage, self.anatomy.blocks, self.dropped)
+
+    def look_at(self, batch: Mapping[str, Tensor]) -> None:
+        """Rehearse again if the model calls other functions on this batch, as code that asks for a length may, or if
+        what dropouts take is cut otherwise.
+
+        All ranks of x and y call it together. Where what is called hangs on values, nothing is seen without them.
+
+        Args:
+            batch: of a micro-batch, before its forward.
+
+        Raises:
+            PlacementError: the split model would not compute on it what the whole model does.
+        """
+        path = self._familiar.new_path(batch)
+        if path is not None:
+            grid = Grid(x=self.mesh["x"].size, y=self.mesh["y"].size)
+            stage = dataclasses.replace(self._stage, batch=self.way.example(batch, grid))
+            self._refuse_others(survey(stage.model, stage.loss, batch, whole=self.by_rows), batch)
+            found: dict[str, Any] = {"outputs": {}, "exits": {}, "dropped": {}, "windows": {}, "widths": {}}
+            again = dataclasses.replace(self, **found, rowwise={})
+            again.rehearse(stage)
+            self._familiar.learn(batch, path, again.dropped)
+        self.dropped = self._familiar.dropped(batch)
+
+    def _refuse_others(self, anatomy: Anatomy, batch: Mapping[str, Tensor]) -> None:
+        """The model is cut as it is by its first batch.
+
+        Raises:
+            PlacementError: on this batch it cannot be cut, or would be in another way.
+        """
+        _refuse_problems(self._stage.model, anatomy)
+        seen = self.way.seen(anatomy)
+        other = [name for name in READ if getattr(seen, name) != getattr(self.anatomy, name)]
+        if other:
+            shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in batch.items())
+            raise PlacementError(
+                f"plan.placement.tensor: on a batch of {shapes} the model calls other functions than on the first one, "
+                f"by which it would be cut in another way ({', '.join(other)}): expected the same on every batch; give "
+                "parallelize an `example` on which it calls all of them, or leave it out"
+            )
 
     def _compare(self, whole: rehearsal.Run, local: rehearsal.Run) -> None:
         """Ranks hold different parts, so one of them may find what the others do not: then all refuse.
@@ -126,7 +175,8 @@ class Split:
             path for path, one in run_whole if one.inputs and self.mesh[one.inputs].size > 1 and path not in dealt
         ]
         try:
-            rehearsal.compare(whole, local, self.dealing, self.mesh.coordinates, gathered)
+            rows = max((len(tensor) for tensor in self.example.values() if tensor.dim()), default=1)
+            comparison.compare(whole, local, self.dealing, self.mesh.coordinates, gathered, rows)
         except PlacementError as found:
             error = found
         refusing = [index for index, (flag,) in enumerate(axis.collect([float(error is not None)])) if flag]
@@ -207,8 +257,13 @@ class Split:
         model = self._stage.twin(shapes)
         split = dataclasses.replace(self, mesh=mesh, scope=LossScope())
         split.takeover.attach(model)
-        split.attach_root(model, self.outputs)
+        split.attach_root(model)
         return split, model
+
+    def _cut(self, axes: Sequence[str | None], shapes: Sequence[rehearsal.Shape]) -> dict[int, tuple[str, int]]:
+        """Of tensors with these axes and shapes, which are cut: by place, the axis and the number of features."""
+        found = enumerate(zip(axes, shapes, strict=False))
+        return {place: (axis, shape[-1]) for place, (axis, shape) in found if axis and self.mesh[axis].size > 1}
 
     def _taken_over(self, model: nn.Module) -> Iterator[str]:
         """Modules whose insides are not the whole model's."""
@@ -225,16 +280,20 @@ class Split:
 
     # ---- taking over
 
-    def attach_root(self, model: nn.Module, outputs: Mapping[int, tuple[str, int]]) -> None:
-        """Make the model's outputs whole: by place, the axis and the number of their features."""
-        cut = {place: (self.mesh[axis], self.dealing.evenly(size, axis)) for place, (axis, size) in outputs.items()}
-        if cut:
-            RootExecutor(self.takeover.switch, model, cut, self.scope)
+    def attach_root(self, model: nn.Module) -> None:
+        """Make whole what a loss gets, from the model and from modules that it calls itself."""
+        if any(self.exits.values()) or self.outputs:
+            for path, outputs in self.exits.items():  # all of them: marked tensors are parts to whatever they enter
+                ExitExecutor(self.takeover.switch, model.get_submodule(path), self._lying(outputs), self.scope)
+            RootExecutor(self.takeover.switch, model, self._lying(self.outputs), self.scope)
+
+    def _lying(self, outputs: Mapping[int, tuple[str, int]]) -> dict[int, tuple[Axis, Share]]:
+        return {place: (self.mesh[axis], self.dealing.evenly(size, axis)) for place, (axis, size) in outputs.items()}
 
     def install(self, model: nn.Module) -> None:
         """Take over a model whose weights are blocks by now; it has been rehearsed."""
         self.takeover.attach(model)
-        self.attach_root(model, self.outputs)
+        self.attach_root(model)
         self.watch_partial(dict(model.named_parameters()))
 
     def watch_partial(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -294,13 +353,17 @@ def rehearsed(stage: Stage, anatomy: Anatomy, mesh: Mesh, grid: Grid, tuning: Tu
     return split
 
 
-def divide(model: nn.Module, anatomy: Anatomy, mesh: Mesh, grid: Grid, tuning: Tuning | None = None) -> Split:
-    """How the model is split, by the shapes of its weights."""
+def _refuse_problems(model: nn.Module, anatomy: Anatomy) -> None:
     if anatomy.problems:
         raise PlacementError(
             f"plan.placement.tensor: {type(model).__name__} cannot be cut over x and y: {anatomy.problems[0]}"
             f"{f' (and {len(anatomy.problems) - 1} more)' if len(anatomy.problems) > 1 else ''}; leave it out"
         )
+
+
+def divide(model: nn.Module, anatomy: Anatomy, mesh: Mesh, grid: Grid, tuning: Tuning | None = None) -> Split:
+    """How the model is split, by the shapes of its weights."""
+    _refuse_problems(model, anatomy)
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
             raise PlacementError(

@@ -11,6 +11,7 @@ from torch import nn
 from fourfold.anatomy import Anatomy, own_names
 from fourfold.placement.cut import Share
 from fourfold.placement.refusals import PlacementError
+from fourfold.placement.tensor.beside import BesideExecutor, Part
 from fourfold.placement.tensor.between import Between
 from fourfold.placement.tensor.dealing import Dealing, experts_of, features_of
 from fourfold.placement.tensor.executor import Switch
@@ -70,6 +71,7 @@ class Takeover:
                 self._attach_resplit(model, path, resplit, sums)
             elif sums or any(axis.size > 1 for axis in axes):
                 self._attach_whole(model, path, sums)
+        self._attach_beside(model)
         if self.rowwise:
             RowsExecutor(self.switch, model, self.rowwise[""], resplit)
         for patch in self._patches:
@@ -193,6 +195,24 @@ class Takeover:
         )
         about = self.rowwise[path], resplit, given, made, self.mesh.over("x", "y"), sums
         ResplitExecutor(self.switch, model.get_submodule(path), path, *about)
+
+    def _attach_beside(self, model: nn.Module) -> None:
+        given: dict[str, dict[int, Part]] = {}
+        buffers: dict[str, list[tuple[nn.Module, str, Part]]] = {}
+        for beside in self.anatomy.beside.values():
+            path, name = beside.module, beside.name
+            axis = self.between.axis(beside.axis)
+            if axis.size == 1:
+                continue
+            share = self.dealing.beside(beside.what, path, beside.axis, beside.size, heads=beside.heads)
+            part = Part(beside.dim, beside.size, share.runs[axis.index])
+            if isinstance(name, int):
+                given.setdefault(path, {})[name] = part
+            else:
+                owner, _, own = name.rpartition(".")
+                buffers.setdefault(path, []).append((model.get_submodule(owner), own, part))
+        for path in dict.fromkeys([*given, *buffers]):
+            BesideExecutor(self.switch, model.get_submodule(path), given.get(path, {}), buffers.get(path, ()))
 
     def be(self, *, split: bool) -> None:
         """Compute on blocks, or be the plain model."""

@@ -3,7 +3,8 @@
 A rehearsal compares shapes and functions. What it cannot see is a gradient that is of a part and that nobody sums, or
 a choice by values. So, before anything is allocated, the first rank lets the ranks of x and y be threads, gives them
 blocks of weights of its own making, and compares the loss and every gradient with those of the whole model, in float64.
-That costs about three steps of one process on the example; where this is too much, `Split.untried` says so.
+The model is in training, where dropouts leave values alone. That costs about three steps of one process on a few rows;
+where this is too much, `Split.untried` says so.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.anatomy import own_names
+from fourfold.anatomy.blocks import Calls
+from fourfold.anatomy.rehearsal import Rehearsal
 from fourfold.anatomy.twin import twin
 from fourfold.ledger import Ledger
 from fourfold.placement.refusals import PlacementError
@@ -36,6 +40,10 @@ MOST_WEIGHTS = 1 << 25
 
 MOST_PRODUCTS = 1 << 31
 """Weights times positions of the example: a second or two of a processor."""
+
+ROWS = 3
+"""At least so many: a loss that holds rows against one another has no gradient on one, and a wrong one may show on
+none where two rows are each other's only contrast."""
 
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-3}
 """Types to try in, the next where a model does not run in the one before (grouped products are not there in float64),
@@ -100,7 +108,7 @@ def _too_much(split: Split, model: nn.Module) -> str:
     if ranks > MOST_RANKS:
         return f"features lie over {ranks} ranks, more than {MOST_RANKS}"
     weights = sum(parameter.numel() for parameter in model.parameters())
-    positions = max((tensor.shape[:2].numel() for tensor in split.example.values()), default=1)
+    positions = max((tensor.shape[:2].numel() for tensor in _enough(split.example).values()), default=1)
     if weights > MOST_WEIGHTS or weights * positions > MOST_PRODUCTS:
         return f"{weights:,} weights on {positions:,} positions are too much for a trial"
     return ""
@@ -113,7 +121,7 @@ def _sizes(split: Split) -> dict[str, int]:
 
 
 def _numbered(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A twin of this type on CPU, in evaluation, with weights drawn here: nothing is read, and nothing is zero."""
+    """A twin of this type on CPU, in training, with weights drawn here: nothing is read, and nothing is zero."""
     names, generator = own_names(model), torch.Generator().manual_seed(0)
 
     def weight(parameter: Tensor) -> Tensor:
@@ -126,7 +134,8 @@ def _numbered(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         scales = attribute == "weight" and "norm" in type(model.get_submodule(owner)).__name__.lower()
         return 0.2 * drawn + (1.0 if scales else 0.0)
 
-    return twin(model, weight, partial(_on_cpu, dtype=dtype)).eval()
+    found = twin(model, weight, partial(_on_cpu, dtype=dtype))
+    return found if model.training else found.train()  # what a user has frozen by `eval()` stays so
 
 
 def _on_cpu(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -183,20 +192,32 @@ def _hold(
         _compare(split, place, expected, outcome, others, tolerance)
 
 
+def _enough(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The example, repeated until it has rows enough."""
+    rows = min((len(tensor) for tensor in batch.values() if tensor.dim()), default=ROWS)
+    times = -(-ROWS // max(1, rows))
+    return {name: torch.cat([tensor] * times) if tensor.dim() else tensor for name, tensor in batch.items()}
+
+
 def _rolled(batch: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The example on CPU; rows that repeat the first are turned, each by one place more."""
+    """The example on CPU; each row is turned by one place more than the one before, as some repeat others."""
 
     def rolled(tensor: Tensor) -> Tensor:
         if tensor.dim() < 2:
             return tensor
         return torch.stack([row.roll(number, 0) for number, row in enumerate(tensor)])
 
-    return {name: rolled(_on_cpu(tensor, dtype)) for name, tensor in batch.items()}
+    return {name: rolled(_on_cpu(tensor, dtype)) for name, tensor in _enough(batch).items()}
 
 
-def _step(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor]) -> Outcome:
-    total, _ = loss(model, {name: tensor.clone() for name, tensor in batch.items()})
-    total.backward()
+def _step(
+    model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], scope: AbstractContextManager[Any] | None = None
+) -> Outcome:
+    """One step without dropout; `scope` is around the loss alone, as it is in training."""
+    with Rehearsal(Calls()):
+        with scope or nullcontext():
+            total, _ = loss(model, {name: tensor.clone() for name, tensor in batch.items()})
+        total.backward()  # a model's own checkpoints compute again
     gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
     return Outcome(float(total.detach()), gradients)
 
@@ -213,8 +234,7 @@ def _rank(world: World, split: Split, whole: nn.Module, loss: Loss, batch: Mappi
 
     model = twin(whole, weight, Tensor.clone)
     own.install(model)
-    with own.scope.around():
-        return _step(model, loss, batch)
+    return _step(model, loss, batch, own.scope.around())
 
 
 def _compare(

@@ -134,9 +134,12 @@ def _gathered(logits: Tensor, targets: Tensor, group: Axis, sizes: Sequence[int]
 
 
 def _logsumexp(logits: Tensor) -> Tensor:
-    """[tokens, 1]; on CPU some tokens at a time, whose exponentials stay in the cache instead of filling new memory."""
-    if logits.device.type != "cpu":
-        return logits.logsumexp(1, keepdim=True)
+    """[tokens, 1]; on CPU a single operator, whatever it is made of, for those who watch: forecasts."""
+    return torch.ops.fourfold.logsumexp(logits) if logits.device.type == "cpu" else logits.logsumexp(1, keepdim=True)
+
+
+def _by_parts(logits: Tensor) -> Tensor:
+    """[tokens, 1]; some tokens at a time, whose exponentials stay in the cache instead of filling new memory."""
     together = max(1, CACHED // max(1, logits.shape[1]))
     result = logits.new_empty(len(logits), 1)
     for some, place in zip(logits.split(together), result.split(together), strict=True):
@@ -231,6 +234,9 @@ class _Gradient(torch.autograd.Function):
 
 
 _library = torch.library.Library("fourfold", "FRAGMENT")
+_library.define("logsumexp(Tensor logits) -> Tensor")
+_library.impl("logsumexp", _by_parts, "CompositeExplicitAutograd")
+torch.library.register_fake("fourfold::logsumexp", lambda logits: logits.new_empty(len(logits), 1), lib=_library)
 _library.define("vocabulary(Tensor logits, Tensor targets, str axis, int[] sizes, bool totals) -> Tensor")
 _library.impl("vocabulary", _vocabulary, "CompositeExplicitAutograd")
 torch.library.register_fake("fourfold::vocabulary", _shape, lib=_library)
