@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fourfold import wire
+from fourfold.ledger import Flow
 from fourfold.plan import Plan
 from fourfold.training import checkpoint
 from fourfold.training.optimizer import OptimizerOptions
@@ -80,6 +81,20 @@ def test_with_the_other_axes(grid: str) -> None:
     expected = serial(work)
     for found in on_threads(work, plan_of(**GRIDS[grid])):
         assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_breadth_first_gathers_each_chunk_once_a_direction(recompute: str) -> None:
+    work, microbatches = Work(gpt(0.2)), 4
+    calls = {}
+    for name in ("breadth_first", "interleaved"):
+        plan = plan_of(2, name, microbatches, z=2, shard="parameters", recompute=recompute)
+        outcomes = on_threads(work, plan)
+        for found in outcomes:
+            assert_equal(found, serial(work))
+        calls[name] = [found.measured[Flow("z", "weight", "all_gather")].calls for found in outcomes]
+    # Of three blocks the second and third lie on the second worker's chunks; the last one stays for its backward.
+    assert max(calls["breadth_first"]) <= 2 * 2 + 2 < min(calls["interleaved"])
 
 
 @pytest.mark.parametrize("cut", [(1, 6), (2, 5), (5, 2), (6, 1)])

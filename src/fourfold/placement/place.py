@@ -233,7 +233,7 @@ def _wrap_blocks(placed: Placed, sorted_: list[Members], comes_to: Set[str]) -> 
         )
         if unit in placed.inner:
             block.neighbours = _neighbours(placed, unit)
-            block.keep = unit is placed.inner[-1] and (placed.part is None or placed.part.ends)
+            block.keep = unit is placed.turning
         placed.blocks.append(block)
 
 

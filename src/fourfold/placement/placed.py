@@ -71,6 +71,7 @@ class Placed:
         self.blocks: list[Block] = []
         self.shards = [shard for unit in units for shard in _shards(unit)]
         self.seats = _seats(units, mesh)
+        self._kept: set[int] = set()
         # What lies outside of the blocks, what holds them, and where backward comes to.
         self.outer: list[Unit] = []
         self.inner: list[Unit] = []
@@ -85,6 +86,9 @@ class Placed:
 
     def abandon(self) -> None:
         """The last step did not end: nothing of its gradients may reach the next."""
+        for unit in self.units:
+            unit.pins = 0
+        self._kept.clear()
         self.departures.abandon()
 
     @property
@@ -97,6 +101,11 @@ class Placed:
     def untried(self) -> str:
         """Why a model whose features are cut was not tried on numbers, in words; empty if it was, or is not cut."""
         return "" if self.split is None else self.split.untried
+
+    @property
+    def turning(self) -> Unit | None:
+        """The unit of the model's last block, if it is here: backward begins with it."""
+        return self.inner[-1] if self.inner and (self.part is None or self.part.ends) else None
 
     def begin(self) -> None:
         """A new step: gradients are empty."""
@@ -113,6 +122,28 @@ class Placed:
         if self.split is not None:
             with self.mesh.ledger.outside_of_steps():
                 self.split.look_at(inputs)
+
+    @contextmanager
+    def kept(self, stage: int, *, keeps: bool, forward: bool) -> Iterator[None]:
+        """Around a pass through a stage: gathered weights stay for the next one.
+
+        Args:
+            stage: which.
+            keeps: the next pass is of the same kind and stage.
+            forward: else a backward.
+        """
+        units = [unit for unit in self.inner if stage in unit.stages]
+        for unit in units if keeps and stage not in self._kept else ():
+            unit.pins += 1
+        yield
+        if keeps:
+            self._kept.add(stage)
+        elif stage in self._kept:
+            self._kept.discard(stage)
+            for unit in units:
+                unit.pins -= 1
+                if not (forward and unit is self.turning):
+                    unit.free()
 
     @contextmanager
     def forward(self, position: randomness.Position | None, *, counts: bool = True, stage: int = 0) -> Iterator[None]:
@@ -226,11 +257,10 @@ class Placed:
         """
         parts = self.mesh["z"].size
         itemsize = torch.empty(0, dtype=self.units[0].arena.precision.message).element_size()
-        kept = self.inner[-1] if self.inner and (self.part is None or self.part.ends) else None
         shipments = [
             traffic.Shipment(
                 unit.arena.layout,
-                last=unit is kept,
+                last=unit is self.turning,
                 outer=unit in self.outer,
                 reached=unit in self.reached,
                 stages=unit.stages,

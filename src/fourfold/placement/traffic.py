@@ -18,10 +18,17 @@ from fourfold.wire import Axis, formulas
 
 
 class Pass(NamedTuple):
-    """A forward or a backward of one micro-batch through one stage."""
+    """A forward or a backward of one micro-batch through one stage.
+
+    Attributes:
+        forward: else a backward.
+        stage: which.
+        keeps: the rank's next pass is of the same kind and stage, and finds the gathered weights still there.
+    """
 
     forward: bool
     stage: int = 0
+    keeps: bool = False
 
 
 def accumulated(microbatches: int) -> list[Pass]:
@@ -56,7 +63,7 @@ class Shipment:
             in_flight += 1 if one.forward else -1
             if not here and (one.forward or (self.reached and not self.outer)):
                 count += 1
-            here = (self.outer and in_flight > 0) or (self.last and one.forward)
+            here = one.keeps or (self.outer and in_flight > 0) or (self.last and one.forward)
         return count
 
     def leaves(self, passes: Iterable[Pass]) -> int:

@@ -1,4 +1,4 @@
-"""What the recipes of pipeline schedules share: gradients of real ranks as threads, figures of a schedule in virtual time."""
+"""What the recipes of schedules share: gradients of ranks as threads, and a schedule in virtual time."""
 
 from __future__ import annotations
 

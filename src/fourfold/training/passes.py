@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +16,8 @@ from fourfold.placement.refusals import PlacementError
 from fourfold.placement.rows import share
 from fourfold.randomness import Position
 from fourfold.schedule import Action, Buffer
-from fourfold.schedule.action import ACTIVATION, ACTIVATION_GRADIENT, DEFERRED, STASH
+from fourfold.schedule.action import ACTIVATION, ACTIVATION_GRADIENT, DEFERRED, FORWARD, STASH
+from fourfold.schedule.work import Piece
 from fourfold.training.batch import Batch
 from fourfold.training.loss_value import Loss
 from fourfold.wire import Axis
@@ -47,6 +49,7 @@ class Job:
         microbatches: into which its rows are cut.
         divided: losses are divided by it before backward.
         last: of each stage on this rank, (stage, micro-batch) of the last backward.
+        kept: passes after which gathered weights stay.
         loss, count: sums over the rows that this rank has computed; on the ranks of the last stage.
         buffers: what is here of what actions write, by name.
     """
@@ -56,6 +59,7 @@ class Job:
     microbatches: int
     divided: float
     last: frozenset[tuple[int, int]]
+    kept: frozenset[Piece] = frozenset()
     loss: float = 0.0
     count: float = 0.0
     buffers: dict[Buffer, Kept | Bundle | tuple[Tensor | None, ...] | list[Undone]] = field(default_factory=dict)
@@ -81,7 +85,9 @@ class Passes:
         given = None if given is None else given.detached()
         rows = share(job.batch.rows, job.microbatches, self.rows.size, microbatch, self.rows.index)
         computed = rows or range(1)
-        made = self.run(stage, rows, Position(self.seed, job.number, computed.start, len(computed)), given)
+        position = Position(self.seed, job.number, computed.start, len(computed))
+        with self._kept(action):
+            made = self.run(stage, rows, position, given)
         if isinstance(made, Bundle):
             buffer = Buffer(ACTIVATION, stage, microbatch)
             job.buffers[buffer], job.forms[buffer] = made, [((made.words,), 8), *_forms(made.values)]
@@ -122,7 +128,8 @@ class Passes:
         """Gives the stage before the gradients of what it gave."""
         stage, microbatch = action.stage, action.microbatches.start
         given, *ends = self._resumed(stage, microbatch)
-        self.placed.backward(*ends, stage=stage, last=(stage, microbatch) in self.job.last)
+        with self._kept(action):
+            self.placed.backward(*ends, stage=stage, last=(stage, microbatch) in self.job.last)
         self._give_back(given, stage, microbatch)
 
     def backward_input(self, action: Action) -> None:
@@ -143,6 +150,10 @@ class Passes:
         """This copy of a stage is complete: the word of it goes to the other; gradients are summed at the update."""
         self.job.buffers[action.writes[0]] = ()
         self.job.forms[action.writes[0]] = []
+
+    def _kept(self, action: Action) -> AbstractContextManager[None]:
+        keeps = (action.kind, action.stage, action.microbatches.start) in self.job.kept
+        return self.placed.kept(action.stage, keeps=keeps, forward=action.kind == FORWARD)
 
     def _resumed(self, stage: int, microbatch: int) -> tuple[Bundle | None, list[Tensor], list[Tensor]]:
         """What the stage was given, and where its backward begins, with which gradients."""

@@ -14,8 +14,9 @@ from fourfold.placement.refusals import PlacementError
 from fourfold.plan import Plan
 from fourfold.schedule import Program, ScheduleError, Shape, bind, validate
 from fourfold.schedule.action import BACKWARD_WEIGHT, FORWARD
+from fourfold.schedule.figures import passes
 from fourfold.schedule.order import chunks_of
-from fourfold.schedule.work import Work
+from fourfold.schedule.work import Piece, Work
 from fourfold.training.loss_value import Loss
 
 
@@ -47,6 +48,16 @@ def homes(program: Program) -> tuple[tuple[int, ...], ...]:
         if action.kind == FORWARD:
             found.setdefault(action.stage, {})[action.worker] = None
     return tuple(tuple(found[stage]) for stage in sorted(found))
+
+
+def kept(plan: Plan, program: Program, worker: int) -> frozenset[Piece]:
+    """The passes of a worker after which gathered weights stay for the next one, where the schedule wants that."""
+    if not getattr(plan.schedule.module, "KEEPS", False):
+        return frozenset()
+    actions = [program.actions[number] for number in passes(program, worker)]
+    pairs = zip(actions, actions[1:], strict=False)
+    alike = (one for one, other in pairs if (one.kind, one.stage) == (other.kind, other.stage))
+    return frozenset((one.kind, one.stage, one.microbatches.start) for one in alike)
 
 
 def evaluation(program: Program, microbatches: int) -> Program:

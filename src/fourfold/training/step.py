@@ -18,6 +18,7 @@ from fourfold.placement.traffic import Pass
 from fourfold.plan import Rule
 from fourfold.schedule import Action, Body, Buffer, Inline, Machine, Program, Ranks, Timeline, drive
 from fourfold.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, REDUCE, UPDATE
+from fourfold.schedule.work import Piece
 from fourfold.training.batch import Batch
 from fourfold.training.loss_value import Loss as Loss
 from fourfold.training.optimizer import Optimizer
@@ -68,6 +69,7 @@ class Step:
             step takes the rows of its batch.
         rows: the ranks over which the rows of a micro-batch are cut.
         told: the ranks that tell each other of a step.
+        kept: passes of this rank after which gathered weights stay for the next one.
     """
 
     placed: Placed
@@ -81,6 +83,7 @@ class Step:
     seed: int
     device: torch.device
     batch: Batch
+    kept: frozenset[Piece] = frozenset()
     divisor: float | None = None
 
     def __post_init__(self) -> None:
@@ -123,7 +126,7 @@ class Step:
         self.ledger.begin(number)
         self._number, self.batch, self._stop = number, batch, stop
         divided = self.divisor or float(batch.rows)
-        self.passes.job = Job(number, batch, self.microbatches, divided, self._last)
+        self.passes.job = Job(number, batch, self.microbatches, divided, self._last, self.kept)
         self._backwards, self._updated = 0, 0
         if self._under_way:
             self.rule.finish()
@@ -218,7 +221,11 @@ class Step:
         """The bytes that this rank will hand over in one step like the last one, by the formulas beside the code."""
         ledger = Ledger(rank=self.ledger.rank)
         own = [action for action in self.program.actions if self._is_own(action)]
-        passes = [Pass(PASSES[one.kind], one.stage) for one in own if one.kind in PASSES]
+        passes = [
+            Pass(PASSES[one.kind], one.stage, (one.kind, one.stage, one.microbatches.start) in self.kept)
+            for one in own
+            if one.kind in PASSES
+        ]
         self.placed.forecast(ledger, passes, self._shapes() if self.placed.split is not None else ())
         sizes = [unit.arena.summed.numel() for unit in self.placed.units if unit.arena.layout.trained]
         self.rule.forecast(ledger, sizes, self.placed.units[0].arena.gradient.element_size())

@@ -20,6 +20,9 @@ from fourfold.schedule.looped import Looped, fit
 from fourfold.schedule.order import Shape
 from fourfold.schedule.work import B, F, Work
 
+KEEPS = True
+"""Gathered weights stay for the next micro-batch of the same stretch."""
+
 
 @dataclass(frozen=True)
 class Options(Looped):
