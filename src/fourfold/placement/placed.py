@@ -307,8 +307,8 @@ def place(
         split.install(model)
     placed = Placed(model, anatomy, mesh, options, units, events, split)
     _wrap_blocks(placed, sorted_)
-    answer_state_dict(model, units, None if split is None else split.assembly)
-    write_loaded_state(model, units)
+    answer_state_dict(model, units, split)
+    write_loaded_state(model, units, split)
     return placed
 
 
