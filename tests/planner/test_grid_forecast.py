@@ -79,8 +79,10 @@ def run_once(world: Any, model: Any, loss: Any, batch: Any, chosen: Plan) -> tup
 )
 def test_bytes_are_those_that_a_run_forecasts_and_meters(traces, chosen):
     said, metered = threads.launch(chosen.world, run_once, GPT(CONFIG), cross_entropy, TOKENS, chosen)[0]
-    found = flows(forecast(traces, machine(), chosen).ledger)
+    ledger = forecast(traces, machine(), chosen).ledger
+    found = flows(ledger)
     assert found == said == metered
+    assert not [key for key in ledger.traffic() if key.kind == "control"], "a run's own formulas tell those"
     assert any(key[0] in ("x", "y") for key in found)
 
 

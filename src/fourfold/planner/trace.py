@@ -141,6 +141,7 @@ def record(subject: Subject, anatomy: Anatomy, inputs: Mapping[str, str], settin
             split = _split(subject, model, settings.grid, settings, recorder)
         except PlacementError as error:
             return {"refused": str(error)}
+        recorder.forget()
     with nullcontext() if settings.real else _without_values():
         _replace_tensors(model, dtype, real=settings.real, split=split)
         if split is not None:
