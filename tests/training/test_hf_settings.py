@@ -51,14 +51,39 @@ def test_other_names_and_old_names_are_taken() -> None:
     check({"model_type": "no such"})  # transformers says so
 
 
-def test_a_misspelled_setting_leaves_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "config.yaml"
+def written(folder: Path, model: str) -> Path:
+    path = folder / "config.yaml"
     path.write_text(
-        "model:\n  name: hf_causal_lm\n  config: {model_type: gpt2, n_embed: 24}\n"
-        f"run: {{folder: {tmp_path / 'runs'}}}\n",
-        encoding="utf-8",
+        f"model:\n  name: hf_causal_lm\n  config: {model}\nrun: {{folder: {folder / 'runs'}}}\n", encoding="utf-8"
     )
+    return path
+
+
+def test_a_misspelled_setting_leaves_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, "{model_type: gpt2, n_embed: 24}")
     assert main(["train", str(path)]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert re.search(r"config\.yaml:3: model\.config\.n_embed: .*did you mean 'n_embd'", said)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_heads_that_do_not_share_leave_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, "{model_type: llama, num_attention_heads: 6, num_key_value_heads: 4, hidden_size: 48}")
+    assert main(["train", str(path)]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "expected num_attention_heads (6) to be a multiple of num_key_value_heads, found 4; try " in said
+    assert "num_key_value_heads: 2 or 3" in said and not (tmp_path / "runs").exists()
+
+
+def test_a_model_that_does_not_run_leaves_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rotary tables that are wider than its heads."""
+    model = (
+        "{model_type: gpt_neox, vocab_size: 300, hidden_size: 24, intermediate_size: 24, num_hidden_layers: 1, "
+        "num_attention_heads: 8, rotary_pct: 2.0}"
+    )
+    data = "data={name='text',files=['%s'],sequence=16,vocabulary=262}" % (tmp_path / "text.txt")
+    (tmp_path / "text.txt").write_text("".join(f"line {number}\n" for number in range(300)), encoding="utf-8")
+    assert main(["train", str(written(tmp_path, model)), data, "plan.placement.data=2", "train.batch=2"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "GPTNeoXForCausalLM does not run on its own batch, before any plan: RuntimeError: " in said
     assert not (tmp_path / "runs").exists()

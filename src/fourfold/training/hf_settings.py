@@ -47,6 +47,22 @@ def check(raw: Mapping[str, Any], where: str = "model.config") -> None:
             )
 
 
+def check_heads(settings: Any, where: str) -> None:
+    """Refuse query heads that cannot share the key-value heads evenly: transformers builds the model, and fails in it.
+
+    Raises:
+        LoaderError: names both settings, and the nearest numbers that fit.
+    """
+    heads, shared = (getattr(settings, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
+        fits = [count for count in range(1, heads + 1) if heads % count == 0]
+        near = sorted(sorted(fits, key=lambda count: abs(count - shared))[:2])
+        raise LoaderError(
+            f"{where}: expected num_attention_heads ({heads}) to be a multiple of num_key_value_heads, found {shared}; "
+            f"try num_key_value_heads: {' or '.join(map(str, near))}"
+        )
+
+
 def _unknown(raw: Mapping[str, Any], kind: type[PretrainedConfig]) -> Iterator[tuple[str, str]]:
     """(name, hint) of what nothing in transformers reads."""
     own = (*(field.name for field in dataclasses.fields(kind)), *kind.attribute_map)  # pyright: ignore[reportArgumentType]

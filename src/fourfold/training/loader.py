@@ -105,9 +105,11 @@ def settings_of(path_or_config: str | Path | Mapping[str, Any]) -> Any:
     if isinstance(path_or_config, Mapping):
         hf_settings.check(raw)
     try:
-        return AutoConfig.for_model(**raw)
+        settings = AutoConfig.for_model(**raw)
     except Exception as error:  # transformers raises many types for a configuration that it does not like
         raise LoaderError(f"{where}: transformers refuses it: {error}") from error
+    hf_settings.check_heads(settings, where)
+    return settings
 
 
 def builder(settings: Any, attention: str = "sdpa") -> Callable[[], nn.Module]:
