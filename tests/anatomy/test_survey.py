@@ -243,7 +243,7 @@ def test_a_forward_that_never_runs_says_its_own_error():
         def forward(self, input: Tensor) -> Tensor:
             raise RuntimeError("no such road")
 
-    with pytest.raises(AnatomyError, match="Broken does not run on its own batch, before any plan: RuntimeError: no such road"):
+    with pytest.raises(AnatomyError, match="Broken does not run on its own batch, .*: RuntimeError: no such road"):
         survey(Broken(4, 4), total, {"x": torch.zeros(2, 4)})
 
 

@@ -304,9 +304,12 @@ def _technique(where: str, room: str, value: Any, default: str | None, key: str 
     if isinstance(value, str):
         value = {key: value}
     settings = _mapping(where, value)
+    for typed in get_close_matches(key, list(map(str, settings)), n=1) if key not in settings else ():
+        raise PlanError(f"{where}.{typed}: no such setting (did you mean {key!r}?)")
     name = settings.pop(key, default)
     if not isinstance(name, str):
-        raise PlanError(f"{where}.{key}: expected one of {', '.join(map(spelled, techniques(room)))}, found {name!r}")
+        found = "nothing" if name is None else repr(name)
+        raise PlanError(f"{where}.{key}: expected one of {', '.join(map(spelled, techniques(room)))}, found {found}")
     try:
         return Technique.find(room, name, settings)
     except (TechniqueError, TypeError, ValueError) as error:
