@@ -239,6 +239,15 @@ def test_grids_that_cannot_be_name_the_layer_the_axis_and_what_fits(chosen, said
     assert f"nearest grids of {chosen.world} that fit: x " in str(refused.value)
 
 
+def test_a_square_that_cannot_be_names_squares_that_can():
+    subject = Subject(
+        lambda: GPT(dataclasses.replace(CONFIG, heads=2)), cross_entropy, {"tokens": TOKENS["tokens"][:2]}, 9
+    )
+    with pytest.raises(ForecastError) as refused:
+        forecast(subject, machine(64), panels("2d", q=3))
+    assert "; 2d fits with q 2; 4d: nearest grids of 9 that fit: x " in str(refused.value)
+
+
 def test_rows_and_devices_that_do_not_suffice(traces):
     found: Forecast = forecast(traces, machine(64), plan(x=2, z=4, data=2))
     assert found.bound == "rows: z x data = 8, and the batch has 7: some ranks would compute nothing"
