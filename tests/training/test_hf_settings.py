@@ -28,7 +28,10 @@ LLAMA = {
     ("more", "words"),
     [
         ({"num_key_value_head": 2}, r"model\.config\.num_key_value_head: .*did you mean 'num_key_value_heads'"),
-        ({"hiden_size": 2, "wrong_one": 1}, r"model\.config\.hiden_size: .* 'hidden_size'.*; nor of 'wrong_one'; correct or"),
+        (
+            {"hiden_size": 2, "wrong_one": 1},
+            r"model\.config\.hiden_size: .* 'hidden_size'.*; nor of 'wrong_one'; correct or",
+        ),
         ({"dtype": "bfloat16"}, r"model\.config\.dtype: .* found 'bfloat16': .* plan\.placement\.precision"),
         ({"torch_dtype": "float32"}, r"model\.config\.torch_dtype: .* plan\.placement\.precision"),
     ],
@@ -38,7 +41,9 @@ def test_what_has_no_effect_is_refused(more: dict[str, Any], words: str) -> None
         check(LLAMA | more)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt_neox", "mixtral", "qwen3", "t5", "gemma2", "opt", "bloom", "phi3"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "gpt2", "gpt_neox", "mixtral", "qwen3", "t5", "gemma2", "opt", "bloom", "phi3"]
+)
 def test_what_transformers_itself_writes_is_taken(kind: str) -> None:
     written = AutoConfig.for_model(kind).to_dict()
     check({name: value for name, value in written.items() if name not in ("dtype", "torch_dtype")})

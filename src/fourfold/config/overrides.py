@@ -111,7 +111,9 @@ def _malformed(key: str, written: str) -> str:
 
 def _quoted(written: str) -> str:
     """A table whose bare words are quoted; empty if that makes no TOML of it either."""
-    quoted = re.sub(r"(=\s*)([^\s,=:{}\[\]\"']+)(?=\s*[,}\]])", lambda match: match[1] + _text_quoted(match[2]), written)
+    quoted = re.sub(
+        r"(=\s*)([^\s,=:{}\[\]\"']+)(?=\s*[,}\]])", lambda match: match[1] + _text_quoted(match[2]), written
+    )
     try:
         toml_text.value(quoted)
     except ValueError:

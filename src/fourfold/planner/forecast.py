@@ -30,8 +30,7 @@ from fourfold.planner.tape import Tape
 from fourfold.planner.tolls import AXES, Factors, Job
 from fourfold.planner.trace import Settings
 from fourfold.planner.traces import CutError, Traces
-
-GIB = 1024**3
+from fourfold.planner.units import in_bytes
 
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
 """A cluster's name of the type that is computed in."""
@@ -235,7 +234,6 @@ def _bound(ledger: Ledger, cluster: Cluster, plan: Plan, subject: Subject, micro
     if need > have:
         largest = max(ledger.memory, key=lambda category: ledger.memory[category])
         return (
-            f"memory: {need / GIB:.2f} GiB of {have / GIB:.2f}; "
-            f"most of it is {largest}, {ledger.memory[largest] / GIB:.2f} GiB"
+            f"memory: {in_bytes(need)} of {in_bytes(have)}; most of it is {largest}, {in_bytes(ledger.memory[largest])}"
         )
     return ""

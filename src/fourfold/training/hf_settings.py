@@ -24,7 +24,7 @@ def check(raw: Mapping[str, Any], where: str = "model.config") -> None:
     """Refuse settings that would have no effect, which are most often misspelled.
 
     Args:
-        raw: what a person wrote, `model_type` included; an architecture that is not known is for transformers to refuse.
+        raw: what a person wrote, `model_type` included (transformers refuses one that it does not know).
         where: the setting's key.
 
     Raises:
@@ -33,8 +33,8 @@ def check(raw: Mapping[str, Any], where: str = "model.config") -> None:
     for name in DTYPES:
         if raw.get(name) is not None:
             raise LoaderError(
-                f"{where}.{name}: expected none, found {raw[name]!r}: weights rest in fp32, and the precision of compute "
-                "is plan.placement.precision (fp32, bf16 or fp64); set that, and remove this line"
+                f"{where}.{name}: expected none, found {raw[name]!r}: weights rest in fp32, and the precision of "
+                "compute is plan.placement.precision (fp32, bf16 or fp64); set that, and remove this line"
             )
     kind = raw["model_type"]
     if kind in CONFIG_MAPPING:

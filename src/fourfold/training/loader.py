@@ -83,7 +83,8 @@ def settings_of(path_or_config: str | Path | Mapping[str, Any]) -> Any:
     """The configuration of transformers in a folder or a mapping.
 
     Raises:
-        LoaderError: no folder, no config.json, an architecture that transformers does not know, quantized weights, or a setting that has no effect.
+        LoaderError: no folder, no config.json, an architecture that transformers does not know, quantized weights, or
+            (of a mapping) a setting that has no effect.
     """
     if isinstance(path_or_config, Mapping):
         raw, where = dict(path_or_config), "model.config"
