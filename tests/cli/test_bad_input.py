@@ -257,6 +257,9 @@ OVERRIDES = [
     over(
         "algorithms", 'plan.placement.tensor="9"', "plan.placement.tensor", "it has: 1d, 1d-sequence, 2.5d, 2d, 3d, 4d"
     ),
+    over("a capital", 'plan.placement.tensor={algorithm="4D"}', "plan.placement.tensor", "'4D' (did you mean '4d'?)"),
+    over("its key", 'plan.placement.tensor={algoritm="4d"}', "plan.placement.tensor.algoritm", "'algorithm'"),
+    over("no algorithm", "plan.placement.tensor={y=2}", "plan.placement.tensor.algorithm", "found nothing"),
     over("its option", 'plan.placement.tensor={algorithm="2.5d",e=2}', "plan.placement.tensor", "'2.5d' has no option"),
     over("plan", "plan.placement.z=2", "plan.placement.z", "use data: 2"),
     over("unknown device", "hardware=8x rtx409", "hardware", "'rtx4090'"),

@@ -27,6 +27,8 @@ from fourfold.config.overrides import merge, parse
         ("'null'", "null"),
         ("[0.9, 0.95]", [0.9, 0.95]),
         ("{data = 2}", {"data": 2}),
+        ("{tensor: {algorithm: 2.5d, q: 2}, z: null}", {"tensor": {"algorithm": "2.5d", "q": 2}, "z": None}),
+        ("{files: [a.txt, b c.txt]}", {"files": ["a.txt", "b c.txt"]}),
         ("a=b", "a=b"),
     ],
 )
@@ -61,6 +63,7 @@ def test_a_list_of_bare_words_is_given_back_so_that_it_can_be_pasted(written: st
         ("{tensor={algorithm=2.5d, q = 2}, z=1}", """'plan.placement={tensor={algorithm="2.5d", q = 2}, z=1}'"""),
         ("{tensor={algorithm=4d}", None),
         ("{4d}", None),
+        ("{tensor: 4d, z}", None),
     ],
 )
 def test_a_table_of_bare_words_is_given_back_so_that_it_can_be_pasted(written: str, advised: str | None) -> None:
@@ -69,6 +72,34 @@ def test_a_table_of_bare_words_is_given_back_so_that_it_can_be_pasted(written: s
     if advised:
         (again,), problems = parse(shlex.split(advised))
         assert (again.path, problems) == (("plan", "placement"), [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advised"),
+    [
+        (
+            ["plan.placement={tensor=algorithm=4d}", "plan.placement={tensor=y=2}"],
+            """'plan.placement={tensor={algorithm="4d",y=2}}'""",
+        ),
+        (
+            ["plan.placement.tensor=algorithm=2.5d", "plan.placement.tensor=q=2", "plan.placement.tensor=d=2"],
+            """'plan.placement.tensor={algorithm="2.5d",q=2,d=2}'""",
+        ),
+        (["plan.placement=z=2", "plan.placement=zap=gradients"], """'plan.placement={z=2,zap="gradients"}'"""),
+    ],
+)
+def test_what_a_shell_has_taken_apart_is_put_together_again(arguments: list[str], advised: str) -> None:
+    overrides, (problem,) = parse([*arguments, "train.steps=3"])
+    assert [override.path for override in overrides] == [("train", "steps")]
+    made = f"the shell has made {len(arguments)} arguments of the braces of one"
+    assert problem.text == f"{made}; write {advised}"
+    (_,), problems = parse(shlex.split(advised))
+    assert problems == []
+
+
+def test_a_yaml_table_wants_blanks_after_its_colons() -> None:
+    _, (problem,) = parse(["plan.placement={tensor:{algorithm:4d}}"])
+    assert problem.text.endswith("write a blank after each colon, or = in its place and quotes around text")
 
 
 def test_they_are_laid_over_and_the_file_stays_as_it_was() -> None:

@@ -79,8 +79,10 @@ def run_once(world: Any, model: Any, loss: Any, batch: Any, chosen: Plan) -> tup
 )
 def test_bytes_are_those_that_a_run_forecasts_and_meters(traces, chosen):
     said, metered = threads.launch(chosen.world, run_once, GPT(CONFIG), cross_entropy, TOKENS, chosen)[0]
-    found = flows(forecast(traces, machine(), chosen).ledger)
+    ledger = forecast(traces, machine(), chosen).ledger
+    found = flows(ledger)
     assert found == said == metered
+    assert not [key for key in ledger.traffic() if key.kind == "control"], "a run's own formulas tell those"
     assert any(key[0] in ("x", "y") for key in found)
 
 
@@ -235,6 +237,15 @@ def test_grids_that_cannot_be_name_the_layer_the_axis_and_what_fits(chosen, said
     with pytest.raises(ForecastError, match=said) as refused:
         forecast(subject, machine(64), chosen)
     assert f"nearest grids of {chosen.world} that fit: x " in str(refused.value)
+
+
+def test_a_square_that_cannot_be_names_squares_that_can():
+    subject = Subject(
+        lambda: GPT(dataclasses.replace(CONFIG, heads=2)), cross_entropy, {"tokens": TOKENS["tokens"][:2]}, 9
+    )
+    with pytest.raises(ForecastError) as refused:
+        forecast(subject, machine(64), panels("2d", q=3))
+    assert "; 2d fits with q 2; 4d: nearest grids of 9 that fit: x " in str(refused.value)
 
 
 def test_rows_and_devices_that_do_not_suffice(traces):

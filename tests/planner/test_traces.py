@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM, ViTConfig, ViTForImageClassification
 
-from fourfold.planner import Subject, TraceError, Traces
+from fourfold.planner import Subject, Traces, UnrunnableError
 from fourfold.planner.trace import Settings
 from fourfold.training.losses.cross_entropy import cross_entropy
 
@@ -71,7 +71,7 @@ def test_a_model_that_cannot_run_is_refused_with_its_reasons():
         raise KeyError("no such column")
 
     subject = Subject(Deciding, loss, {"x": torch.ones(2, 4)}, 4, name="broken")
-    with pytest.raises(TraceError, match="broken: .*no such column"):
+    with pytest.raises(UnrunnableError, match="broken: Deciding does not run on its own batch, .*no such column"):
         Traces(subject).tape(Settings(4))
 
 

@@ -13,6 +13,7 @@ import yaml
 from fourfold.cli import main
 from fourfold.config import load
 from fourfold.placement.tensor import trial
+from fourfold.report import recorded, tables
 from fourfold.training import checkpoint
 from fourfold.training.checkpoint import Box
 from fourfold.verify.compare import verify
@@ -81,6 +82,32 @@ def test_tuned_kernels_and_chunks_train_alike_and_the_report_shows_them(
     assert "Kernels of cut linears" in page and "What hides behind compute" in page
     assert "the grid was not tried on numbers: " in page
     assert "Kernels of cut linears" not in (runs / "a" / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_run_goes_on_under_another_grid_and_its_report_is_of_the_last_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line says so, and what was measured before is set aside; a forecast names every message of a step."""
+    path = written(tmp_path, GPT, {"x": 2, "y": 2})
+    steps = ["launch.backend=threads", "train.sample=null"]
+    assert main(["train", str(path), *steps, "train.steps=3"]) == 0
+    capsys.readouterr()
+    grid = 'plan.placement.tensor={algorithm="2d",q=2}'
+    assert main(["train", str(path), *steps, "train.steps=9", grid, "--resume"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    aside = tmp_path / "runs" / "a" / "ledger" / "earlier-1"
+    line = f"plan: 2d q 2, z 2 shard parameters, was 4d x 2 y 2; what that one measured is in {aside}"
+    assert line in said and "resumed with another plan" not in said
+    assert sorted(path.name for path in aside.glob("rank-*")) == [f"rank-{rank}.json" for rank in range(4)]
+
+    run = recorded.read(tmp_path / "runs" / "a")
+    assert run.earlier == ((1, 3, "4d x 2 y 2"),)
+    assert [record["step"] for record in run.now("step")] == [4, 5, 6, 7, 8, 9]
+    assert [record["step"] for record in run.of("step")] == list(range(1, 10))
+    rows = tables.matrix(run.ledgers, run.forecast)
+    assert rows and all(row.equal for row in rows), "bytes are as forecast, those of control too"
+    page = " ".join((run.path / "report.html").read_text(encoding="utf-8").split())
+    assert "steps 1 to 3 ran under <code>4d x 2 y 2</code>" in page and "<code>ledger/earlier-1</code>" in page
 
 
 @pytest.mark.long

@@ -121,7 +121,7 @@ def survey(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], whole: Seq
         RandomnessError: a dropout that no stream can stand for.
     """
     failures: list[str] = []
-    last: Exception | None = None
+    last, cause = "", None
     for attempt in twins(model, _enough_rows(model, batch), _real):
         try:
             return _run_as_needed(attempt, loss, tuple(failures), tuple(whole))
@@ -129,9 +129,13 @@ def survey(model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], whole: Seq
             raise
         except Exception as error:  # any operator may refuse meta or fake tensors, each in its own way
             reason = (str(error).strip() or "no message").splitlines()[0]
-            failures.append(f"{attempt.kind}: {type(error).__name__}: {reason}")
-            last = error
-    raise AnatomyError(f"{type(model).__name__}: its forward runs in no way; " + "; ".join(failures)) from last
+            last = f"{type(error).__name__}: {reason}"
+            failures.append(f"{attempt.kind}: {last}")
+            cause = error
+    raise AnatomyError(
+        f"{type(model).__name__} does not run on its own batch, before any plan: {last}; call the loss on the plain "
+        "model and a batch to see where"
+    ) from cause
 
 
 class _Reads(dispatch_mode()):

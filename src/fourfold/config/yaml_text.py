@@ -106,6 +106,33 @@ def parse(text: str, path: str) -> Document:
     return document
 
 
+def table(text: str) -> dict[str, Any]:
+    """One mapping in braces, as a line of a file would hold it: {tensor: {algorithm: 4d, y: 2}}.
+
+    Raises:
+        ValueError: it is none, or a key in it has no value (as where the blank after a colon is missing).
+    """
+    document = Document()
+    try:
+        node = _compose(text)
+        if not isinstance(node, yaml.MappingNode) or _lacks_values(node):
+            raise ValueError("expected a mapping whose keys have values")
+        settings = _Builder(document, "").mapping(node, ())
+    except (yaml.YAMLError, ConfigError) as error:
+        raise ValueError(str(error)) from None
+    if document.problems:
+        raise ValueError(document.problems[0].text)
+    return settings
+
+
+def _lacks_values(node: yaml.Node) -> bool:
+    if isinstance(node, yaml.MappingNode):
+        return any(_lacks_values(value) for _, value in node.value)
+    if isinstance(node, yaml.SequenceNode):
+        return any(map(_lacks_values, node.value))
+    return isinstance(node, yaml.ScalarNode) and node.style is None and not node.value
+
+
 def scalar(text: str) -> Any:
     """The value of one plain scalar, as a file would hold it: 1e-4, true, null; anything else is text."""
     for name, pattern, _ in _CORE:

@@ -93,8 +93,8 @@ def place(
     placed = Placed(model, anatomy, mesh, options, units, events, split, part)
     _wrap_blocks(placed, sorted_, reached(anatomy, trained))
     _line_up(placed)
-    answer_state_dict(model, units, None if split is None else split.assembly)
-    write_loaded_state(model, units)
+    answer_state_dict(model, units, split)
+    write_loaded_state(model, units, split)
     return placed
 
 

@@ -12,28 +12,28 @@ from torch import Tensor, nn
 
 from fourfold.placement.layout import Slot
 from fourfold.placement.refusals import PlacementError
-from fourfold.placement.tensor.assembly import Assembly
+from fourfold.placement.tensor.split import Split
 from fourfold.placement.uncopied import Uncopied
 from fourfold.placement.unit import Unit
 from fourfold.torch_private import take_assign
 
 
-def answer_state_dict(model: nn.Module, units: Sequence[Unit], assembly: Assembly | None) -> None:
+def answer_state_dict(model: nn.Module, units: Sequence[Unit], split: Split | None) -> None:
     """Gather what a `state_dict()` call asks for while it is being answered. All ranks call it together."""
-    incomplete = [unit for unit in units if unit.arena.transient or assembly is not None]
+    incomplete = [unit for unit in units if unit.arena.transient or split is not None]
     homes = {id(parameter): unit for unit in incomplete for parameter in unit.parameters.values()}
     names = {id(parameter): name for unit in incomplete for name, parameter in unit.parameters.items()}
     for module in model.modules():
         under = list(dict.fromkeys(homes[id(p)] for p in module.parameters() if id(p) in homes))
         if under:
-            _Answer(under, names, assembly).attach(module)
+            _Answer(under, names, split).attach(module)
 
 
 class _Answer(Uncopied):
     """The hooks of one module around its `state_dict`."""
 
-    def __init__(self, units: Sequence[Unit], names: Mapping[int, str], assembly: Assembly | None):
-        self.units, self.names, self.assembly = units, names, assembly
+    def __init__(self, units: Sequence[Unit], names: Mapping[int, str], split: Split | None):
+        self.units, self.names, self.split = units, names, split
         self._open: list[ExitStack] = []
 
     def attach(self, module: nn.Module) -> None:
@@ -52,24 +52,24 @@ class _Answer(Uncopied):
         for name, value in state.items():
             if isinstance(value, Tensor) and name.startswith(prefix):
                 state[name] = value.detach().clone()
-        if self.assembly is not None:
-            self._assemble(self.assembly, module, prefix, state)
+        if self.split is not None and self.split.takeover.switch.split:  # inside `gathered` they are whole already
+            self._assemble(self.split, module, prefix, state)
         self._open.pop().close()
 
-    def _assemble(self, assembly: Assembly, module: nn.Module, prefix: str, state: dict[str, Any]) -> None:
+    def _assemble(self, split: Split, module: nn.Module, prefix: str, state: dict[str, Any]) -> None:
         """The module's own weights whole; those of modules inside it have been answered before."""
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name, key = self.names.get(id(parameter)), prefix + attribute
             if name is not None and key in state:
-                state.update({key: assembly.assembled({name: state[key]})[name]})
+                state.update({key: split.assembly.assembled({name: state[key]})[name]})
 
 
-def write_loaded_state(model: nn.Module, units: Sequence[Unit]) -> None:
+def write_loaded_state(model: nn.Module, units: Sequence[Unit], split: Split | None) -> None:
     """`load_state_dict()` sets the master weights: each rank its own rows, of a state that is the same on all ranks.
 
     Without this it would set what is gathered just now, and the next update would forget it.
     """
-    loading = _Loading(units)
+    loading = _Loading(units, split)
     for module in model.modules():
         module.register_load_state_dict_pre_hook(loading.write)
         module.register_load_state_dict_post_hook(loading.finish)
@@ -81,7 +81,8 @@ class _Loading(Uncopied):
     Torch then also copies into the parameters, which is needless but must find room: they get it, and lose it again.
     """
 
-    def __init__(self, units: Sequence[Unit]):
+    def __init__(self, units: Sequence[Unit], split: Split | None):
+        self.split = split
         self.homes: dict[int, tuple[Unit, Slot]] = {
             id(unit.parameters[slot.name]): (unit, slot) for unit in units for slot in unit.arena.layout.slots
         }
@@ -96,6 +97,11 @@ class _Loading(Uncopied):
             raise PlacementError(
                 "load_state_dict(assign=True) would put other parameters in the place of the placed ones; "
                 "expected assign=False, which copies the values"
+            )
+        if self.split is not None and not self.split.takeover.switch.split:
+            raise PlacementError(
+                "load_state_dict would set weights that were gathered for reading, and that are gone after "
+                "`with run.gathered():`; call it outside"
             )
         if self._root is None or not prefix:  # the model is loaded, or a part of it: an earlier load may have failed
             self._root, self._changed = module, {}

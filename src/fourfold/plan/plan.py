@@ -150,8 +150,12 @@ class Placement:
 
     def fitting(self, world: int) -> str:
         """What to change for so many ranks, in words: with the most similar tensor grids, where there is one."""
-        if self.tensor is None or not {"x", "y"} <= dataclasses.asdict(self.tensor.options).keys():
+        if self.tensor is None:
             return "change plan.placement.data and z"
+        if hasattr(self.tensor.options, "q"):
+            return self._squares(world)
+        if not hasattr(self.tensor.options, "x"):
+            return "change plan.placement.tensor.y, data or z"
         axes = {axis: size for axis, size in self.axes().items() if size > 1 or axis in ("x", "y")}
         grids = (
             ", ".join(f"{axis} {size}" for axis, size in zip(axes, sizes, strict=True))
@@ -159,6 +163,21 @@ class Placement:
         )
         return (
             f"change plan.placement: by numbers alone, the nearest grids of {world} are {' and '.join(grids)}; "
+            "`fourfold plan` tells whether the model can be cut so"
+        )
+
+    def _squares(self, world: int) -> str:
+        """The sizes q of a square algorithm that divide so many ranks, the most similar first, in words."""
+        assert self.tensor is not None
+        options, replicas = self.tensor.options, "d" if hasattr(self.tensor.options, "d") else "data"
+        alone = dataclasses.replace(options, d=1) if replicas == "d" else options
+        sizes = [(q, self.tensor.module.grid(dataclasses.replace(alone, q=q)).ranks) for q in range(2, world + 1)]
+        fits = sorted((one for one in sizes if world % one[1] == 0), key=lambda one: abs(math.log(one[0] / options.q)))
+        if not fits:
+            return f"take another algorithm: no q above 1 makes a {self.tensor.spelling} grid of {world} ranks"
+        ways = " or ".join(f"q {q}, {replicas} {world // ranks}" for q, ranks in fits[:2])
+        return (
+            f"change plan.placement: by numbers alone, {world} ranks are {self.tensor.spelling} with {ways}; "
             "`fourfold plan` tells whether the model can be cut so"
         )
 
@@ -329,9 +348,12 @@ def _technique(where: str, room: str, value: Any, default: str | None, key: str 
     if isinstance(value, str):
         value = {key: value}
     settings = _mapping(where, value)
+    for typed in get_close_matches(key, list(map(str, settings)), n=1) if key not in settings else ():
+        raise PlanError(f"{where}.{typed}: no such setting (did you mean {key!r}?)")
     name = settings.pop(key, default)
     if not isinstance(name, str):
-        raise PlanError(f"{where}.{key}: expected one of {', '.join(map(spelled, techniques(room)))}, found {name!r}")
+        found = "nothing" if name is None else repr(name)
+        raise PlanError(f"{where}.{key}: expected one of {', '.join(map(spelled, techniques(room)))}, found {found}")
     try:
         return Technique.find(room, name, settings)
     except (TechniqueError, TypeError, ValueError) as error:

@@ -86,5 +86,5 @@ def spelled(name: str) -> str:
 
 
 def _nearest(name: str, known: tuple[str, ...]) -> str:
-    near = get_close_matches(name, known, n=1)
+    near = get_close_matches(name.lower(), known, n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -14,4 +14,5 @@ from fourfold.planner.search import search as search
 from fourfold.planner.search import silent as silent
 from fourfold.planner.subject import Subject as Subject
 from fourfold.planner.trace import TraceError as TraceError
+from fourfold.planner.trace import UnrunnableError as UnrunnableError
 from fourfold.planner.traces import Traces as Traces

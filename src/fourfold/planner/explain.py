@@ -15,9 +15,9 @@ from fourfold.ledger.ledger import MEMORY
 from fourfold.plan import Plan
 from fourfold.planner import gridtable as grids
 from fourfold.planner.forecast import Forecast
-from fourfold.planner.gridtable import in_bytes, in_seconds
 from fourfold.planner.search import Estimate
 from fourfold.planner.subject import Subject
+from fourfold.planner.units import in_bytes, in_seconds
 
 SHOWN = 10
 """Rows of a table; what is left out is counted below it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import log
 from typing import Any
 
 from fourfold.anatomy import Anatomy
@@ -20,16 +21,16 @@ from fourfold.placement.traffic import Exchange, exchanges
 from fourfold.plan import Placement, Plan
 from fourfold.planner import bytes as traffic
 from fourfold.planner import clock, memory
-from fourfold.planner.grids import nearest
+from fourfold.planner.grids import nearest, obstacle
 from fourfold.planner.likeness import network
+from fourfold.planner.network import Network
 from fourfold.planner.parcels import parcels, precision
 from fourfold.planner.subject import OPTIMIZER_STATES, Subject
 from fourfold.planner.tape import Tape
 from fourfold.planner.tolls import AXES, Factors, Job
 from fourfold.planner.trace import Settings
 from fourfold.planner.traces import CutError, Traces
-
-GIB = 1024**3
+from fourfold.planner.units import in_bytes
 
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
 """A cluster's name of the type that is computed in."""
@@ -154,25 +155,43 @@ def _tapes(
         local = {} if grid is None else traces.local(grid)
         return [traces.tape(one) for one in each], each[0], local
     except CutError as error:
-        raise RefusedError(_refusal(str(error), _near(traces, plan), plan.world)) from error
+        raise RefusedError(_refusal(str(error), _near(traces, plan))) from error
 
 
-def _refusal(why: str, near: Sequence[Factors], world: int) -> str:
+def _refusal(why: str, near: Sequence[str]) -> str:
     """Placement's words under the setting that they are about; its nearest sizes, which look at one axis and one
-    linear alone, give way to grids of the same world size on which the whole model can be laid."""
+    linear alone, give way to grids on which the whole model can be laid."""
     why = why if why.startswith("plan.") else f"plan.placement.tensor: {why}"
-    if not near:
-        return why
-    return f"{why.partition(NEAREST)[0]}; nearest grids of {world} that fit: {'; '.join(map(str, near))}"
+    return "; ".join([why.partition(NEAREST)[0], *near]) if near else why
 
 
-def _near(traces: Traces, plan: Plan) -> list[Factors]:
-    """Grids of the same world size on which the model can be laid; none where closed forms know none."""
-    likeness = network(traces)
+def _near(traces: Traces, plan: Plan) -> list[str]:
+    """Grids on which the model can be laid, in words: squares of the same algorithm, grids of 4d of the same world
+    size; none where closed forms know none."""
+    likeness, placement = network(traces), plan.placement
     if likeness is None:
         return []
-    sizes = plan.placement.axes()
-    return nearest(likeness, Factors(*(sizes[axis] for axis in AXES)), Job(traces.subject.rows))
+    sizes, job, tensor = placement.axes(), Job(traces.subject.rows), placement.tensor
+    alike = nearest(likeness, Factors(*(sizes[axis] for axis in AXES)), job)
+    words = [f"nearest grids of {plan.world} that fit: {'; '.join(map(str, alike))}"] if alike else []
+    if tensor is None or not hasattr(tensor.options, "q"):
+        return words
+    squares = [f"q {q}" for q in _squares(likeness, plan, job)]
+    words = [f"4d: {one}" for one in words]
+    return [f"{tensor.spelling} fits with {' or '.join(squares)}", *words] if squares else words
+
+
+def _squares(likeness: Network, plan: Plan, job: Job, count: int = 2) -> list[int]:
+    """Other sizes q of a plan's square algorithm, up to twice its own, that fit; those most alike first."""
+    tensor = plan.placement.tensor
+    assert tensor is not None
+    mine, found = tensor.options.q, []
+    for q in range(2, 2 * mine + 1):
+        grid = tensor.module.grid(dataclasses.replace(tensor.options, q=q))
+        factors = Factors(grid.x, grid.y, grid.z, plan.placement.data * grid.copies)
+        if q != mine and not obstacle(likeness, factors, job):
+            found.append(q)
+    return sorted(found, key=lambda q: abs(log(q / mine)))[:count]
 
 
 def _rows(traces: Traces, placement: Placement, microbatches: int) -> list[int]:
@@ -215,7 +234,6 @@ def _bound(ledger: Ledger, cluster: Cluster, plan: Plan, subject: Subject, micro
     if need > have:
         largest = max(ledger.memory, key=lambda category: ledger.memory[category])
         return (
-            f"memory: {need / GIB:.2f} GiB of {have / GIB:.2f}; "
-            f"most of it is {largest}, {ledger.memory[largest] / GIB:.2f} GiB"
+            f"memory: {in_bytes(need)} of {in_bytes(have)}; most of it is {largest}, {in_bytes(ledger.memory[largest])}"
         )
     return ""

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from math import log
 
 from fourfold.hardware import Cluster
-from fourfold.hardware.cluster import GIB
 from fourfold.hardware.sharing import Counted, Sharing
 from fourfold.planner.clock import BEST, LIKELY, WORST, Timing
 from fourfold.planner.held import held
@@ -21,6 +20,7 @@ from fourfold.planner.network import Band, Linear, Network
 from fourfold.planner.pace import Pace
 from fourfold.planner.shortfall import shortfall
 from fourfold.planner.tolls import AXES, Factors, Job, Tolls
+from fourfold.planner.units import in_bytes
 
 
 class GridError(ValueError):
@@ -184,14 +184,14 @@ def _place(one: Ranked) -> tuple[int, float, int, Factors]:
 
 def text(ranked: Sequence[Ranked], shown: int = 10) -> str:
     """A table: bytes by axis, memory and time of the best, and what bound the others."""
-    lines = [f"{'grid':<28} {'step':>9} {'waits':>9} {'memory':>9}  {'sent over x, y, z, data':<44} behind the best"]
+    lines = [f"{'grid':<28} {'step':>9} {'waits':>9} {'memory':>11}  {'sent over x, y, z, data':<50} behind the best"]
     for one in ranked[:shown]:
         waits = sum(one.timing.exposed.values())
-        sent = ", ".join(f"{one.sent[axis] / GIB:.2f}" for axis in AXES) + " GiB"
-        memory = f"{sum(one.memory.values()) / GIB:.1f} GiB"
+        sent = ", ".join(in_bytes(one.sent[axis]) for axis in AXES)
+        memory = in_bytes(sum(one.memory.values()))
         behind = "" if one is ranked[0] and one.fits else one.behind(ranked[0])
-        cells = f"{one.grid!s:<28} {_seconds(one.seconds):>9} {_seconds(waits):>9} {memory:>9}"
-        lines.append(f"{cells}  {sent:<44} {behind}".rstrip())
+        cells = f"{one.grid!s:<28} {_seconds(one.seconds):>9} {_seconds(waits):>9} {memory:>11}"
+        lines.append(f"{cells}  {sent:<50} {behind}".rstrip())
     left = len(ranked) - shown
     return "\n".join([*lines, *([f"and {left} more"] if left > 0 else [])])
 
@@ -202,7 +202,7 @@ def too_much(memory: dict[str, int], cluster: Cluster) -> str:
     if need <= have:
         return ""
     most = max(memory, key=lambda category: memory[category])
-    return f"memory: {need / GIB:.2f} GiB of {have / GIB:.2f}; most of it is {most}, {memory[most] / GIB:.2f} GiB"
+    return f"memory: {in_bytes(need)} of {in_bytes(have)}; most of it is {most}, {in_bytes(memory[most])}"
 
 
 def _seconds(value: float) -> str:

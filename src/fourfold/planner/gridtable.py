@@ -8,10 +8,11 @@ from typing import Any
 from rich.table import Table
 
 from fourfold.plan import Plan
-from fourfold.planner.forecast import GIB, Forecast
+from fourfold.planner.forecast import Forecast
 from fourfold.planner.search import Estimate, factors
 from fourfold.planner.shortfall import shortfall
 from fourfold.planner.tolls import AXES
+from fourfold.planner.units import in_bytes, in_seconds
 
 SHOWN = 6
 """Rows of a table; what is left out is counted below it."""
@@ -112,16 +113,3 @@ def _sent(one: Forecast) -> str:
 def _main(axis: str) -> str:
     """ "y" of a part of it, "y/4"."""
     return axis.partition("/")[0]
-
-
-def in_seconds(value: float) -> str:
-    """A duration as people read it."""
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
-
-
-def in_bytes(value: float) -> str:
-    """A size as people read it."""
-    for unit, size in (("GiB", GIB), ("MiB", 1024**2), ("KiB", 1024)):
-        if value >= size:
-            return f"{value / size:.2f} {unit}"
-    return f"{value:.0f} B"

@@ -97,6 +97,11 @@ class Recorder(torch_private.dispatch_mode()):
             del self._alive[identity]
             self._event("-", number)
 
+    def forget(self) -> None:
+        """What was heard until now is none of the step: ranks also talk when they rehearse it."""
+        self.messages.clear()
+        self.segments.clear()
+
     # ---- messages
 
     def send(self, message: Message) -> int:

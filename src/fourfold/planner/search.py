@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from fourfold.hardware import Cluster
-from fourfold.hardware.cluster import GIB
 from fourfold.plan import Plan
 from fourfold.plan.plan import RECOMPUTE, SHARD
 from fourfold.planner.forecast import Forecast, ForecastError, forecast
@@ -23,6 +22,7 @@ from fourfold.planner.squares import Square, sent, squares
 from fourfold.planner.subject import Subject
 from fourfold.planner.tolls import AXES, Factors, Job
 from fourfold.planner.traces import Traces
+from fourfold.planner.units import in_bytes
 
 T = TypeVar("T")
 
@@ -213,7 +213,7 @@ def _squares(likeness: Network, ranked: Sequence[Ranked], something_fits: bool) 
     best = ranked[0]
     sends = [(sent(likeness, square, _job_of(square, ranked)), square) for square in squares(best.grid.world)]
     for place, (nbytes, square) in enumerate(sorted(sends, key=lambda one: one[0])):
-        about = f"its linears send {nbytes / GIB:.3g} GiB a step, and all of {best.grid} {best.bytes / GIB:.3g} GiB"
+        about = f"its linears send {in_bytes(nbytes)} a step, and all of {best.grid} {in_bytes(best.bytes)}"
         if something_fits and nbytes > PROMISING * best.bytes:
             yield square, f"not traced: {about}"
         else:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from fourfold import randomness, torch_private
-from fourfold.anatomy import Anatomy, survey
+from fourfold.anatomy import Anatomy, AnatomyError, survey
 from fourfold.anatomy.nest import tensors
 from fourfold.anatomy.stock import OneSequenceARow
 from fourfold.placement.membership import members
@@ -43,6 +43,10 @@ REAL_LIMIT = 4 * 1024**3
 
 class TraceError(ValueError):
     """The model cannot be run, not even for a forecast."""
+
+
+class UnrunnableError(TraceError):
+    """The model does not run on its own batch: neither would a run of it, under any plan."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +82,15 @@ def outline(
 
     Args:
         bucket, apart, itemsize, still: how weights are sorted into units, see `placement.membership.members`.
+
+    Returns:
+        Or {"unrunnable": why}: the model does not run.
     """
     model = _built(subject, real=False)
-    anatomy = survey(model, subject.loss, subject.batch)
+    try:
+        anatomy = survey(model, subject.loss, subject.batch)
+    except AnatomyError as error:
+        return {"unrunnable": str(error)}
     about: dict[str, Any] = {"bucket": bucket, "apart": apart, "itemsize": itemsize, "still": still}
     units = members(model, anatomy, lambda name, weight: "weights", **about)
     return {
@@ -141,6 +151,7 @@ def record(subject: Subject, anatomy: Anatomy, inputs: Mapping[str, str], settin
             split = _split(subject, model, settings.grid, settings, recorder)
         except PlacementError as error:
             return {"refused": str(error)}
+        recorder.forget()
     with nullcontext() if settings.real else _without_values():
         _replace_tensors(model, dtype, real=settings.real, split=split)
         if split is not None:

@@ -15,7 +15,7 @@ from fourfold.planner import workspace
 from fourfold.planner.isolate import IsolationError, isolated
 from fourfold.planner.subject import Subject
 from fourfold.planner.tape import MismatchError, Tape, blend
-from fourfold.planner.trace import Settings, TraceError, local_shapes, outline, record
+from fourfold.planner.trace import Settings, TraceError, UnrunnableError, local_shapes, outline, record
 
 FEWEST = 2
 """Rows that are traced, and some more: what is affine in them follows for any number. (One row is special: dims of one
@@ -49,7 +49,8 @@ class Traces:
         """What the model is: "anatomy", and "units" as [name, blocks, [weight, shape, group], outer, still] in order.
 
         Raises:
-            TraceError: it runs in no way.
+            UnrunnableError: it does not run.
+            TraceError: it cannot be built without values.
         """
         if self._outline is None:
             _warm()
@@ -57,6 +58,8 @@ class Traces:
                 found: dict[str, Any] = isolated(lambda: outline(self.subject))
             except IsolationError as error:
                 raise TraceError(f"{self.subject.name}: cannot find out what the model is: {error}") from error
+            if "unrunnable" in found:
+                raise UnrunnableError(f"{self.subject.name}: {found['unrunnable']}")
             self._outline = found
         return self._outline
 

@@ -103,10 +103,10 @@ def render(run: Recorded, differences: tuple[Difference, ...], *, has_trace: boo
         speed=speed(run),
         splits=[one for rank in sorted(run.ledgers) if (one := tables.split(run.ledgers[rank]))],
         hiding=tables.hiding(run.ledgers),
-        kernels=run.last("kernels").get("choices", ()),
+        kernels=(run.now("kernels") or [{}])[-1].get("choices", ()),
         matrix=tables.matrix(run.ledgers, run.forecast),
         memory=tables.memory(run.ledgers, run.forecast),
-        process_memory=[record["memory"] for record in run.of("step") if "memory" in record],
+        process_memory=[record["memory"] for record in run.now("step") if "memory" in record],
         differences=differences,
         interval=interval(run),
         sample=run.last("sample").get("text") or run.last("end").get("sample"),
@@ -141,8 +141,8 @@ def facts(run: Recorded) -> dict[str, str]:
 
 
 def _typical(run: Recorded, measure: str) -> float | None:
-    """The median over the journalled steps; None where none says it."""
-    values = [record[measure] for record in run.of("step") if record.get(measure) is not None]
+    """The median over the journalled steps of the last plan; None where none says it."""
+    values = [record[measure] for record in run.now("step") if record.get(measure) is not None]
     return median(values) if values else None
 
 
@@ -182,7 +182,7 @@ def losses(run: Recorded) -> Chart | None:
 def speed(run: Recorded) -> Chart | None:
     """Tokens per second over steps."""
     points = [
-        (record["step"], record["tokens_per_second"]) for record in run.of("step") if "tokens_per_second" in record
+        (record["step"], record["tokens_per_second"]) for record in run.now("step") if "tokens_per_second" in record
     ]
     return chart("Tokens per second", [Line("tokens/s", "first", points)], "step", from_zero=True) if points else None
 

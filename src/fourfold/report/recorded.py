@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ class Recorded:
         config: the resolved configuration, as text.
         plan: None where the configuration holds none that can be read.
         origin: versions, machine, command, git state, reasons for the plan.
+        aside: folders that hold what was measured under earlier plans.
     """
 
     path: Path
@@ -43,6 +45,7 @@ class Recorded:
     config: str
     plan: Plan | None
     origin: dict[str, Any]
+    aside: tuple[str, ...] = ()
 
     def of(self, kind: str) -> list[Record]:
         """Records of one kind."""
@@ -51,6 +54,36 @@ class Recorded:
     def last(self, kind: str) -> Record:
         """The last record of a kind; empty if there is none."""
         return (self.of(kind) or [{}])[-1]
+
+    def now(self, kind: str) -> list[Record]:
+        """Records of one kind since the run has had its last plan."""
+        return [record for record in self.records[self._replanned :] if record["kind"] == kind]
+
+    @property
+    def earlier(self) -> tuple[tuple[int, int, str], ...]:
+        """(first step, last step, plan) of what ran under other plans before the last one."""
+        starts = [record for record in self.records[: self._replanned] if record["kind"] == "start"]
+        ends = [*(record["step"] for record in starts[1:]), self.records[self._replanned]["step"]] if starts else []
+        return tuple(
+            (start["step"] + 1, end, start.get("plan", "unknown"))
+            for start, end in zip(starts, ends, strict=True)
+            if end > start["step"]
+        )
+
+    @property
+    def _replanned(self) -> int:
+        """The place of the first `start` from which on every one has the last plan; 0 if all have it."""
+        first = 0
+        starts = [(place, record) for place, record in enumerate(self.records) if record["kind"] == "start"]
+        for (_, before), (place, after) in pairwise(starts):
+            first = place if _another(before, after) else first
+        return first
+
+
+def _another(before: Record, after: Record) -> bool:
+    """Two `start` records have different plans."""
+    key = "choices" if "choices" in before and "choices" in after else "plan"
+    return before.get(key) != after.get(key)
 
 
 def read(path: Path) -> Recorded:
@@ -67,7 +100,10 @@ def read(path: Path) -> Recorded:
     try:
         records = tuple(journal.read(folder.journal))
         measured = sorted(folder.ledger.glob("rank-*.json"))
+        plan = _plan(folder.config)
         ledgers = [Ledger.from_dict(_mapping(file)) for file in measured]
+        if plan is not None:  # a run that was resumed with fewer ranks, and has not ended
+            ledgers = [ledger for ledger in ledgers if ledger.rank < plan.world]
         return Recorded(
             path=path,
             records=records,
@@ -75,8 +111,9 @@ def read(path: Path) -> Recorded:
             forecast=_forecast(folder.ledger),
             verdict=_mapping(path / "verify.json"),
             config=folder.config.read_text(encoding="utf-8") if folder.config.is_file() else "",
-            plan=_plan(folder.config),
+            plan=plan,
             origin=_mapping(folder.origin),
+            aside=tuple(sorted(f"{found.parent.name}/{found.name}" for found in folder.ledger.glob("earlier-*"))),
         )
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise ReportError(f"{path}: cannot be read as a run folder: {error}") from error

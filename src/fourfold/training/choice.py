@@ -12,7 +12,7 @@ from fourfold.config import Config
 from fourfold.hardware import Cluster
 from fourfold.ledger import Ledger
 from fourfold.plan import Plan
-from fourfold.planner import Forecast, ForecastError, RefusedError, TraceError, here, loaded, silent
+from fourfold.planner import Forecast, ForecastError, RefusedError, TraceError, UnrunnableError, here, loaded, silent
 from fourfold.planner import plan as forecasts
 from fourfold.training.subject import subject
 
@@ -104,10 +104,11 @@ def _given(config: Config, plan: Plan) -> Choice:
 
     Raises:
         RefusedError: the model or the batch cannot be cut so: its ranks would only find the same.
+        UnrunnableError: the model does not run: neither would its ranks.
     """
     try:
         forecast = forecasts(subject(config), _cluster(config, plan.world), plan).forecasts[0]
-    except RefusedError:
+    except (RefusedError, UnrunnableError):
         raise
     except (TraceError, ForecastError) as error:
         return Choice(plan, (f"plan: {plan} (given)", f"no forecast: {error}"))

@@ -6,7 +6,7 @@ journal.jsonl     one line a step, an evaluation, a checkpoint
 checkpoints/      one folder a checkpoint
 ranks/<attempt>/  who runs as which rank, and why one failed
 logs/             what each rank printed
-ledger/           bytes, memory and spans of each rank, and the forecast
+ledger/           bytes, memory and spans of each rank, and the forecast; earlier-<n>/: those of plans before the last
 """
 
 from __future__ import annotations
@@ -149,6 +149,21 @@ def describe_origin(why: Iterable[str]) -> dict[str, Any]:
         "launcher": launcher(),
         "plan": list(why),
     }
+
+
+def set_aside(folder: RunFolder) -> Path | None:
+    """Move what was forecast, measured and verified under an earlier plan into a folder of its own, and name it.
+
+    A report mixes ranks of two plans otherwise. None: there was nothing.
+    """
+    found = [*sorted(folder.ledger.glob("*.json")), *folder.path.glob("verify.json")]
+    if not found:
+        return None
+    aside = folder.ledger / f"earlier-{1 + len(list(folder.ledger.glob('earlier-*')))}"
+    aside.mkdir()
+    for path in found:
+        path.rename(aside / path.name)
+    return aside
 
 
 def launcher() -> str | None:

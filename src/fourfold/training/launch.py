@@ -97,7 +97,7 @@ def _begin(config: Config, choice: Choice, data: Prepared, held: ExitStack) -> R
     run = config.run.model_copy(update={"name": place.path.name})
     config = config.model_copy(update={"plan": choice.plan.to_dict(), "run": run})
     if run.resume:
-        say(changes.told(place.read_config(), config))
+        _tell_changes(place, place.read_config(), config)
     place.write_config(config)
     folder.write_json(place.origin, folder.describe_origin(choice.why))
     if choice.forecast is not None:
@@ -107,6 +107,14 @@ def _begin(config: Config, choice: Choice, data: Prepared, held: ExitStack) -> R
     shutil.rmtree(place.path / "ranks", ignore_errors=True)
     checkpoint.prepare(place.checkpoints)
     return place
+
+
+def _tell_changes(place: RunFolder, before: Config, now: Config) -> None:
+    """Say what is new in a resumed run; what was measured under another plan is set aside."""
+    aside = folder.set_aside(place) if changes.replanned(before, now) else None
+    if words := changes.plans(before, now):
+        say([f"plan: {words}" + (f"; what that one measured is in {aside}" if aside else "")])
+    say(changes.told(before, now))
 
 
 def _amount(data: Prepared, config: Config) -> str:

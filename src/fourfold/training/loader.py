@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fourfold.anatomy import deferred
+from fourfold.training import hf_settings
 from fourfold.training.axonn_files import AxonnSource, is_set
 from fourfold.training.safetensors_source import LoaderError, SafetensorsSource, has_weights
 
@@ -82,7 +83,8 @@ def settings_of(path_or_config: str | Path | Mapping[str, Any]) -> Any:
     """The configuration of transformers in a folder or a mapping.
 
     Raises:
-        LoaderError: no folder, no config.json, an architecture that transformers does not know, or quantized weights.
+        LoaderError: no folder, no config.json, an architecture that transformers does not know, quantized weights, or
+            (of a mapping) a setting that has no effect.
     """
     if isinstance(path_or_config, Mapping):
         raw, where = dict(path_or_config), "model.config"
@@ -101,10 +103,14 @@ def settings_of(path_or_config: str | Path | Mapping[str, Any]) -> Any:
         )
     if raw.get("quantization_config"):
         raise LoaderError(f"{where}: the weights are quantized, which cannot be trained; name the full-precision model")
+    if isinstance(path_or_config, Mapping):
+        hf_settings.check(raw)
     try:
-        return AutoConfig.for_model(**raw)
+        settings = AutoConfig.for_model(**raw)
     except Exception as error:  # transformers raises many types for a configuration that it does not like
         raise LoaderError(f"{where}: transformers refuses it: {error}") from error
+    hf_settings.check_heads(settings, where)
+    return settings
 
 
 def builder(settings: Any, attention: str = "sdpa") -> Callable[[], nn.Module]:

@@ -104,6 +104,7 @@ class Rank:
             "start",
             run.number,
             plan=str(run.plan),
+            choices=run.plan.to_dict(),
             ranks=run.world.size,
             parameters=parameters,
             inexact=list(inexact),

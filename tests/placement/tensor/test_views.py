@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from fourfold import wire
@@ -145,6 +147,37 @@ def test_state_dict_holds_whole_tensors_and_takes_them_back(grid: dict[str, int]
         assert all(torch.equal(value, plain[name]) for name, value in run.logical_state().items())
 
     on_ranks(work, plan(grid), body)
+
+
+STATES = [
+    plan({"x": 2, "y": 2}),
+    plan({"y": 2, "z": 2}),
+    {"placement": {"precision": "fp64", "tensor": {"algorithm": "1d", "y": 2}}},
+    {"placement": {"precision": "fp64", "tensor": {"algorithm": "2d", "q": 2}}},
+]
+
+
+@pytest.mark.parametrize("settings", STATES, ids=lambda settings: str(Plan.of(settings)))
+def test_inside_gathered_the_state_is_the_plain_models_and_can_be_saved(settings: Any, tmp_path: Path) -> None:
+    work = works("gpt2")
+    plain = work.fresh().state_dict()
+
+    def body(run: Run, work: Work) -> None:
+        with run.gathered() as model:
+            own = model.state_dict()
+            assert list(own) == list(plain)
+            assert all(torch.equal(own[name], value) for name, value in plain.items())
+            part = model.transformer.h[1].attn.state_dict()  # pyright: ignore
+            assert torch.equal(part["c_attn.weight"], plain["transformer.h.1.attn.c_attn.weight"])
+            model.save_pretrained(tmp_path / str(run.world.rank))  # pyright: ignore
+            with pytest.raises(PlacementError, match=r"load_state_dict .* call it outside"):
+                model.load_state_dict(plain)
+        assert all(torch.equal(value, plain[name]) for name, value in run.model.state_dict().items())
+
+    ranks = len(on_ranks(work, settings, body))
+    for rank in range(ranks):
+        for name, value in load_file(tmp_path / str(rank) / "model.safetensors").items():
+            assert torch.equal(value, plain[name])
 
 
 def test_a_part_of_the_model_is_loaded_by_itself_and_trains_from_there() -> None:
