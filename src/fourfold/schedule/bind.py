@@ -27,7 +27,7 @@ def bind(actions: Iterable[Action], workers: int) -> Program:
     lives: Lives = [{} for _ in range(workers)]
     listed = _with_moves(placed, _homes(placed, lives), lives)
     copies = tuple(chain.from_iterable(there.values() for there in lives))
-    before = _data_edges(len(listed), copies)
+    before = data_edges(len(listed), copies)
     lane, lanes = _lanes(listed)
     for numbers in lanes.values():
         if listed[numbers[0]].source is not None:
@@ -119,7 +119,7 @@ def _bring(buffer: Buffer, reader: Action, homes: dict[Buffer, int], lives: Live
     return life
 
 
-def _data_edges(count: int, copies: Iterable[Life]) -> list[list[int]]:
+def data_edges(count: int, copies: Iterable[Life]) -> list[list[int]]:
     """Per action: who wrote what it reads or frees, then who still reads what it frees."""
     before: list[list[int]] = [[] for _ in range(count)]
     freed = []

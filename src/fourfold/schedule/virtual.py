@@ -30,3 +30,7 @@ class Virtual:
         """Jump to the earliest end."""
         self.now, _, start, action = heapq.heappop(self._running)
         return Completion(action, start, self.now)
+
+    def due(self) -> bool:
+        """Whether something ends at the present moment."""
+        return bool(self._running) and self._running[0][0] <= self.now
