@@ -72,13 +72,11 @@ def test_without_jitter_it_takes_as_long_where_micro_batches_in_flight_are_what_
 def test_it_leaves_the_list_only_where_the_list_would_idle(name):
     for p, m in ((2, 4), (4, 8), (4, 16)):
         strict, ready = both(ORDERS[name](p, m), Budget(held(ORDERS[name](p, m))))
-        changed = [n for n, start in enumerate(ready.starts) if start != strict.starts[n]]
-        if not changed:
-            continue
-        first = min(changed, key=lambda n: ready.starts[n] or 0.0)
-        worker, moment = ready.program.actions[first].worker, ready.starts[first]
-        inside = [one for one, start, end in strict if one.worker == worker and start <= moment < end]
-        assert not [one for one in inside if one.source is None]
+        listed = {id(action): start for action, start, _ in strict}
+        moved = [(start, one.worker) for one, start, _ in ready if one.source is None and start != listed[id(one)]]
+        if moved:
+            moment, worker = min(moved)
+            assert not [one for one, start, end in strict if one.worker == worker and start <= moment < end]
 
 
 # ---- jitter
