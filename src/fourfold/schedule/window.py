@@ -35,7 +35,6 @@ from fourfold.schedule.action import (
     ScheduleError,
 )
 from fourfold.schedule.bind import bind
-from fourfold.schedule.looped import fit
 from fourfold.schedule.order import Shape
 from fourfold.schedule.program import Program
 from fourfold.schedule.simulate import simulate
@@ -103,9 +102,8 @@ class Stream:
         """From the first forward to the last backward of the shape's micro-batches.
 
         Raises:
-            ScheduleError: not one stage a worker, or a last update of fewer micro-batches.
+            ScheduleError: the last update would take fewer micro-batches.
         """
-        fit(self.shape, order)
         updates, rest = divmod(self.shape.microbatches, self.microbatches)
         if rest:
             raise ScheduleError(

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fourfold.schedule.action import Action
+from fourfold.schedule.looped import fit
 from fourfold.schedule.order import Microbatches, Shape
 from fourfold.schedule.window import Stream
 
@@ -34,7 +35,12 @@ class Options(Microbatches):
 
 
 def stream(shape: Shape, options: Options) -> Stream:
-    """The order as it goes on, window after window."""
+    """The order as it goes on, window after window.
+
+    Raises:
+        ScheduleError: not one stage a worker.
+    """
+    fit(shape, "pipedream")
     m, p = options.microbatches, shape.stages
 
     def newest(kind: str, stage: int, microbatch: int) -> int:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fourfold.schedule.action import Action, ScheduleError
+from fourfold.schedule.looped import fit
 from fourfold.schedule.order import Microbatches, Shape
 from fourfold.schedule.window import Stream
 
@@ -31,8 +32,9 @@ def stream(shape: Shape, options: Options) -> Stream:
     """The order as it goes on, window after window.
 
     Raises:
-        ScheduleError: fewer micro-batches an update than stages.
+        ScheduleError: not one stage a worker, or fewer micro-batches an update than stages.
     """
+    fit(shape, "pipedream_2bw")
     m = options.microbatches
     if m < shape.stages:
         raise ScheduleError(
