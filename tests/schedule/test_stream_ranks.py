@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from fourfold import wire
-from fourfold.schedule import Action, Program, Ranks, drive
+from fourfold.plan import Plan
+from fourfold.schedule import Action, Program, Ranks, ScheduleError, drive
 from fourfold.schedule.action import PREDICT, UPDATE
 from fourfold.schedule.budget import Budget
 from fourfold.schedule.figures import held
 from fourfold.schedule.ready import Mode, drive_ready
 from fourfold.schedule.work import B, F
+from fourfold.training.pipeline import program_of
 from ranks import Processes
 from schedule.recurrences import Scalars
 from schedule.test_streams import NAMES, cases, stream, whole
@@ -87,3 +89,10 @@ def test_windows_on_ranks_are_the_whole_in_one_process(name: str, ready: bool) -
 
 def test_windows_on_gloo_ranks_are_the_whole_in_one_process(gloo: Processes) -> None:
     assert gloo(WORKERS, train, "pipedream", 2, False) == want("pipedream")
+
+
+@pytest.mark.parametrize("name", ["pipedream", "pipedream_2bw", "spectrain"])
+def test_training_refuses_what_it_cannot_drive(name: str) -> None:
+    plan = Plan.of({"placement": {"pipe": 2}, "schedule": {"name": name, "microbatches": 2}})
+    with pytest.raises(ScheduleError, match="never empties its pipeline: expected one whose step begins and ends with"):
+        program_of(plan)

@@ -23,7 +23,9 @@ class Budget:
         limits: one a worker: passes of one stage and micro-batch in flight, or units of `size`.
         size: of a buffer. What one action of a worker writes only for others of the same lane (stashes, gradients)
             counts; what comes from or goes to other workers does not, since theirs is the choice, and their budget.
-            None: a pass counts one from its forward to the end of its backward. What is there from the start never counts.
+            None: a pass counts one from its forward to the end of its backward.
+
+    What is there from the start counts for nothing.
     """
 
     limits: Sequence[int]
