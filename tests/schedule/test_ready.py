@@ -14,7 +14,7 @@ from fourfold.schedule.budget import Budget, Holding
 from fourfold.schedule.figures import held
 from fourfold.schedule.orders import message_driven
 from fourfold.schedule.ready import Mode, drive_ready
-from fourfold.schedule.work import B, F
+from fourfold.schedule.work import B, F, I, W
 from schedule.jitter import exponential, flights, lay, ran, steady
 
 SEEDS = range(20)
@@ -77,6 +77,18 @@ def test_it_leaves_the_list_only_where_the_list_would_idle(name):
         if moved:
             moment, worker = min(moved)
             assert not [one for one, start, end in strict if one.worker == worker and start <= moment < end]
+
+
+@pytest.mark.parametrize("name", ("gpipe", "zb_h1", "zb_1p"))
+def test_moments_that_rounding_tears_apart_are_one(name):
+    """Sums of tenths differ in the last bit where sums of whole numbers agree."""
+    whole = {F: 2, B: 4, I: 1, W: 3} if name != "gpipe" else {F: 2, B: 5, "move": 1}
+    program, runs = ORDERS[name](4, 8), []
+    for unit in (1, 0.1):
+        cost = lambda action: whole.get(action.kind, 0) * unit  # noqa: B023, E731
+        peaks = simulate(program, cost).peaks(stashes)
+        runs.append(both(program, Budget([peaks[worker] for worker in range(4)], stashes), cost)[1])
+    assert [ran(runs[0], worker) for worker in range(4)] == [ran(runs[1], worker) for worker in range(4)]
 
 
 # ---- jitter

@@ -9,6 +9,9 @@ from fourfold.schedule.action import Action
 from fourfold.schedule.machine import Completion
 from fourfold.schedule.program import Lane
 
+ROUNDING = 1e-12
+"""Moments that differ by such a share, since their sums were taken in another order, are the same."""
+
 
 class Virtual:
     """Actions that end at the same moment are reported in the sequence in which they were issued."""
@@ -33,4 +36,4 @@ class Virtual:
 
     def due(self) -> bool:
         """Whether something ends at the present moment."""
-        return bool(self._running) and self._running[0][0] <= self.now
+        return bool(self._running) and self._running[0][0] <= self.now * (1 + ROUNDING)
