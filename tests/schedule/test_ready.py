@@ -177,6 +177,11 @@ def test_a_budget_below_the_lists_own_is_refused():
         drive_ready(program, Virtual(4, steady), Mode(Budget([3, 3, 3, 3])))
 
 
+def test_every_worker_has_a_limit():
+    with pytest.raises(ScheduleError, match="expected a limit for each of 4 workers, found 3; try 4 limits"):
+        drive_ready(lay("1f1b", 4, 8), Virtual(4, steady), Mode(Budget([4, 3, 2])))
+
+
 def test_bytes_are_a_budget_too():
     """Of 10 a stash and 7 for what waits for a backward of the weight, transfers apart."""
     size = lambda buffer: {STASH: 10, DEFERRED: 7}.get(buffer.kind, 0)  # noqa: E731

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -69,28 +70,32 @@ def test_gloo_ranks_give_the_numbers_of_one_process(gloo: Processes) -> None:
 
 
 def grouped(world: wire.World, seed: int, together: bool) -> tuple[dict[int, float], list[str]]:
-    """Three workers, each a group of two ranks whose bodies take their own time."""
-    mesh = wire.Mesh(world, {"y": 2, "pipe": 3})
+    """Workers that are groups of two ranks each, whose bodies take their own time."""
+    mesh = wire.Mesh(world, {"y": 2, "pipe": world.size // 2})
     group = mesh["y"]
     agree = lambda number: int(min(row[0] for row in group.collect([number])))  # noqa: E731
     numbers, ran = worker(mesh["pipe"], "1f1b", 2, 100 * seed + world.rank, agree if together else None)
     return numbers.weights(), ran
 
 
-def groups(seed: int, together: bool) -> list[bool]:
+def groups(launch: Callable[..., list[Any]], workers: int, seed: int, together: bool) -> list[bool]:
     """Of each worker, whether its two ranks ran the same sequence; their weights are those of one process anyway."""
-    found = wire.threads.launch(6, grouped, seed, together)
-    want, _ = serial(3, MICROBATCHES, 2)
-    for stage in range(3):
+    found = launch(2 * workers, grouped, seed, together)
+    want, _ = serial(workers, MICROBATCHES, 2)
+    for stage in range(workers):
         for weights, _ in found[2 * stage : 2 * stage + 2]:
             assert weights == {stage: want[stage]}
-    return [found[2 * stage][1] == found[2 * stage + 1][1] for stage in range(3)]
+    return [found[2 * stage][1] == found[2 * stage + 1][1] for stage in range(workers)]
 
 
 def test_a_group_that_agrees_runs_one_sequence() -> None:
-    assert all(all(groups(seed, together=True)) for seed in range(5))
+    assert all(all(groups(wire.threads.launch, 3, seed, together=True)) for seed in range(5))
+
+
+def test_a_group_of_processes_that_agrees_runs_one_sequence(gloo: Processes) -> None:
+    assert all(groups(gloo, 2, 1, together=True))
 
 
 def test_a_group_that_does_not_agree_drifts_apart() -> None:
     """The control: the same delays, each rank on its own."""
-    assert not all(all(groups(seed, together=False)) for seed in range(5))
+    assert not all(all(groups(wire.threads.launch, 3, seed, together=False)) for seed in range(5))

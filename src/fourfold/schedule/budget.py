@@ -25,14 +25,23 @@ class Budget:
             counts; what comes from or goes to other workers does not, since theirs is the choice, and their budget.
             None: a pass counts one from its forward to the end of its backward.
 
-    What is there from the start counts for nothing.
+    What is there from the start counts for nothing; what no action frees, until its last reader in the list.
     """
 
     limits: Sequence[int]
     size: Callable[[Buffer], int] | None = None
 
     def weigh(self, program: Program) -> tuple[list[int], list[int]]:
-        """Per action, what it takes when it begins, and what it gives back when it is done."""
+        """Per action, what it takes when it begins, and what it gives back when it is done.
+
+        Raises:
+            ScheduleError: not one limit a worker.
+        """
+        if len(self.limits) != program.workers:
+            raise ScheduleError(
+                f"budget: expected a limit for each of {program.workers} workers, found {len(self.limits)}; "
+                f"try {program.workers} limits"
+            )
         takes, gives = [0] * len(program.actions), [0] * len(program.actions)
         if self.size is None:
             steps = [STEPS.get(action.kind, 0) for action in program.actions]
