@@ -48,7 +48,7 @@ class Scalars(Virtual):
         values: what is there, by buffer and worker.
         first: the number in the whole run of the window's micro-batch 0.
         versions: how many weights each stage had at once, at most, between two actions.
-        made: every weight that an update made, stage by stage.
+        made, speeds: every weight of each stage, and the optimizer's velocity that came with it.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Scalars(Virtual):
         self.last, self.momentum, self.first = program.workers - 1, momentum, 0
         workers = range(program.workers)
         self.values = {(Buffer(WEIGHT, stage), stage): start(stage) for stage in workers}
-        self.velocity = [0.0 for _ in workers]
+        self.speeds = [[0.0] for _ in workers]
         self.versions, self.made = [1 for _ in workers], [[start(stage)] for stage in workers]
 
     def next(self):
@@ -96,14 +96,14 @@ class Scalars(Virtual):
     def update(self, action: Action, read: list) -> list:
         weight, *gradients = read
         stage, mean = action.stage, sum(gradients) / len(gradients)
-        self.velocity[stage] = self.momentum * self.velocity[stage] + (1 - self.momentum) * mean
-        self.made[stage].append(weight - RATE * self.velocity[stage])
+        self.speeds[stage].append(self.momentum * self.speeds[stage][-1] + (1 - self.momentum) * mean)
+        self.made[stage].append(weight - RATE * self.speeds[stage][-1])
         return [self.made[stage][-1]]
 
     def predict(self, action: Action, read: list) -> list:
         distance = action.writes[0].version - action.reads[0].version
         assert distance > 0 and action.writes[0].kind in PREDICTED.values()
-        return [read[0] - distance * RATE * self.velocity[action.stage]]
+        return [read[0] - distance * RATE * self.speeds[action.stage][-1]]
 
 
 History = list[list[float]]
