@@ -14,11 +14,15 @@ from fourfold.config.problem import Problem
 from fourfold.ledger import Ledger
 from fourfold.plan import Technique, techniques
 from fourfold.plan.technique import TechniqueError
-from fourfold.schedule import Shape, Timeline, bind, draw, simulate, validate
+from fourfold.schedule import Program, Shape, Timeline, Virtual, bind, draw, simulate, validate
 from fourfold.schedule.action import MOVE
 from fourfold.schedule.costs import Costs
 from fourfold.schedule.figures import bubble, held
 from fourfold.schedule.order import chunks_of
+from fourfold.schedule.ready import drive_ready
+
+STEPS = 6
+"""Of an order that never empties its pipeline, so many steps are laid out, from empty to empty."""
 
 
 @dataclass(frozen=True)
@@ -124,14 +128,22 @@ def laid(
                 f"{technique.spelling} gives each worker {chunks} stages: expected a multiple of {chunks}, "
                 f"found --stages {stages}; try {stages + chunks - stages % chunks}"
             )
-        shape = Shape(stages, microbatches, stages // chunks, chunks)
+        steps = STEPS if hasattr(technique.module, "stream") else 1
+        shape = Shape(stages, microbatches * steps, stages // chunks, chunks)
         program = validate(bind(technique.module.order(shape, technique.options), shape.workers), shape)
     except ValueError as error:
         raise ConfigError([Problem("command line", "", str(error))]) from error
-    timeline = simulate(program, costs)
+    timeline = _timeline(technique, shape, program, costs)
     for file in files:
         _write(file, timeline)
     return Laid(technique.spelling, shape, timeline, tuple(map(str, files)))
+
+
+def _timeline(technique: Technique, shape: Shape, program: Program, costs: Costs) -> Timeline:
+    """By the list, or as messages come if that is how the schedule runs."""
+    if not hasattr(technique.module, "mode"):
+        return simulate(program, costs)
+    return drive_ready(program, Virtual(shape.workers, costs), technique.module.mode(shape, technique.options))
 
 
 def names() -> tuple[str, ...]:

@@ -16,9 +16,13 @@ REDUCE = "reduce"
 """Sums the gradients that one copy of a stage has made, where a stage has several copies."""
 BACKWARD_INPUT, BACKWARD_WEIGHT = "backward input", "backward weight"
 """The two halves of a backward that an order may run apart (zero bubble)."""
+PREDICT = "predict"
+"""Guesses from a stage's weight what some updates will make of it."""
 
 ACTIVATION, ACTIVATION_GRADIENT = "activation", "activation-gradient"
 GRADIENT, WEIGHT = "gradient", "weight"
+PREDICTED = {FORWARD: "weight-predicted-forward", BACKWARD: "weight-predicted-backward"}
+"""For one pass of one micro-batch; its version is the one that it guesses."""
 GRADIENT_SUM = "gradient-sum"
 """Of one copy of a stage, named by the first of the micro-batches that it sums."""
 STASH, DEFERRED = "stash", "deferred"

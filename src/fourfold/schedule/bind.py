@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, pairwise
 
 from fourfold.schedule.action import ANY, MOVE, WEIGHT, Action, Buffer, ScheduleError
@@ -14,20 +14,28 @@ Lives = list[dict[Buffer, Life]]
 
 
 @resting()
-def bind(actions: Iterable[Action], workers: int) -> Program:
+def bind(actions: Iterable[Action], workers: int, given: Mapping[Buffer, int] | None = None) -> Program:
     """Turn an order's actions into a program for `workers` workers.
 
     A buffer that is read on another worker than the one that wrote it is moved there once, before its first read. A
     link's moves run in the sequence in which their source produces, so that no link blocks by its order.
+
+    Args:
+        actions: each worker's in running order.
+        workers: how many there are.
+        given: of what lies there from the start, beside the weights of version 0, on which worker.
 
     Raises:
         ScheduleError: a worker that does not exist, a buffer that is written twice or never, or freed twice.
     """
     placed = list(_resolve(actions, workers))
     lives: Lives = [{} for _ in range(workers)]
-    listed = _with_moves(placed, _homes(placed, lives), lives)
+    given = given or {}
+    for buffer, worker in given.items():
+        lives[worker][buffer] = Life(buffer, worker)
+    listed = _with_moves(placed, {**given, **_homes(placed, lives)}, lives)
     copies = tuple(chain.from_iterable(there.values() for there in lives))
-    before = _data_edges(len(listed), copies)
+    before = data_edges(len(listed), copies)
     lane, lanes = _lanes(listed)
     for numbers in lanes.values():
         if listed[numbers[0]].source is not None:
@@ -119,7 +127,7 @@ def _bring(buffer: Buffer, reader: Action, homes: dict[Buffer, int], lives: Live
     return life
 
 
-def _data_edges(count: int, copies: Iterable[Life]) -> list[list[int]]:
+def data_edges(count: int, copies: Iterable[Life]) -> list[list[int]]:
     """Per action: who wrote what it reads or frees, then who still reads what it frees."""
     before: list[list[int]] = [[] for _ in range(count)]
     freed = []

@@ -35,3 +35,11 @@ class Machine(Protocol):
     def next(self) -> Completion:
         """The next completion. Only called while an issued action is not yet reported."""
         ...
+
+
+class Alert(Machine, Protocol):
+    """A machine that knows whether anything more is done by now: what runs next may depend on all of it."""
+
+    def due(self) -> bool:
+        """Whether `next` would return at once, at the present moment of the machine's clock."""
+        ...

@@ -89,7 +89,7 @@ class Ranks(Generic[Content]):
     def next(self) -> Completion:
         """What has arrived, else the body that waits longest, else what arrives next."""
         while not self._done:
-            found = self._come()
+            found = self._come(wait=not self._queued)
             if found is not None:
                 self._sort(*found)
             else:
@@ -97,6 +97,12 @@ class Ranks(Generic[Content]):
                 self._done.append(self._inline.next())
         self._left -= 1
         return self._done.popleft()
+
+    def due(self) -> bool:
+        """Whether something has been handed over, or has come."""
+        while (found := self._come(wait=False)) is not None:
+            self._sort(*found)
+        return bool(self._done)
 
     def _begin(self) -> None:
         self._left, self._outstanding = self._size, set(self._comes)
@@ -112,10 +118,10 @@ class Ranks(Generic[Content]):
             raise
         self._done.append(Completion(move, now, perf_counter()))
 
-    def _come(self) -> tuple[int, int, Content] | None:
-        """What has come; with nothing else to do, wait for it."""
+    def _come(self, *, wait: bool) -> tuple[int, int, Content] | None:
+        """What has come."""
         try:
-            return self._post.poll() if self._queued else self._post.receive()
+            return self._post.receive() if wait else self._post.poll()
         except Exception as error:
             for number in self._wanted:
                 error.add_note(f"during {self._actions[number]}")

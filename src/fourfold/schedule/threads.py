@@ -61,6 +61,10 @@ class Threads:
         error.add_note(f"during {action}")
         raise error
 
+    def due(self) -> bool:
+        """Whether some lane has reported."""
+        return not self._done.empty()
+
     def _serve(self, queue: SimpleQueue[Action | None]) -> None:
         while (action := queue.get()) is not None:
             start = self._clock()

@@ -39,7 +39,7 @@ def validate(
         ScheduleError: names the action, what was expected and found.
     """
     _check_coverage(program, shape)
-    _check_frees(program)
+    check_frees(program)
     timeline = simulate(program, [1.0] * len(program.actions))
     if budget is not None:
         for worker, peak in timeline.peaks(size).items():
@@ -81,7 +81,7 @@ def _refuse(stage: int, microbatch: int, forward: int, whole: int, first: int, s
     )
 
 
-def _check_frees(program: Program) -> None:
+def check_frees(program: Program) -> None:
     """A reader that its own lane runs after the action that frees is not a deadlock to name, but a read too late."""
     position = [0] * len(program.actions)
     for numbers in program.lanes.values():

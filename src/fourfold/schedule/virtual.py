@@ -9,6 +9,9 @@ from fourfold.schedule.action import Action
 from fourfold.schedule.machine import Completion
 from fourfold.schedule.program import Lane
 
+ROUNDING = 1e-12
+"""Moments that differ by such a share, since their sums were taken in another order, are the same."""
+
 
 class Virtual:
     """Actions that end at the same moment are reported in the sequence in which they were issued."""
@@ -30,3 +33,7 @@ class Virtual:
         """Jump to the earliest end."""
         self.now, _, start, action = heapq.heappop(self._running)
         return Completion(action, start, self.now)
+
+    def due(self) -> bool:
+        """Whether something ends at the present moment."""
+        return bool(self._running) and self._running[0][0] <= self.now * (1 + ROUNDING)

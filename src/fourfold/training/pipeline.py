@@ -30,15 +30,21 @@ def program_of(plan: Plan) -> Program:
     """One optimizer step.
 
     Raises:
-        ScheduleError: the schedule cannot be laid over so many workers and micro-batches.
+        ScheduleError: the schedule cannot be laid over so many workers and micro-batches, or never empties its
+            pipeline: a step ends with an empty one.
     """
-    shape = shape_of(plan)
+    shape, module = shape_of(plan), plan.schedule.module
+    if hasattr(module, "stream"):
+        raise ScheduleError(
+            f"schedule {plan.schedule.spelling} never empties its pipeline: expected one whose step begins and ends "
+            "with an empty pipeline, since training drives no other; try 1f1b"
+        )
     if shape.microbatches < shape.workers:
         raise ScheduleError(
             f"plan.schedule.microbatches: {shape.workers} workers want at least as many micro-batches, or some always "
             f"idle; found {shape.microbatches}; try {shape.workers}, or plan.placement.pipe: {shape.microbatches}"
         )
-    return validate(bind(plan.schedule.module.order(shape, plan.schedule.options), shape.workers), shape)
+    return validate(bind(module.order(shape, plan.schedule.options), shape.workers), shape)
 
 
 def homes(program: Program) -> tuple[tuple[int, ...], ...]:

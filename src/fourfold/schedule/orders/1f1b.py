@@ -7,7 +7,9 @@
 ```
 
 PipeDream-flush (Narayanan et al. 2021, section 2.2) and DAPPLE (Fan et al. 2020, section 3.1). Worker r of p holds
-min(m, p - r) micro-batches, however many there are; the makespan is GPipe's, (m + p - 1)(t_f + t_b).
+min(m, p - r) micro-batches, however many there are; the makespan is GPipe's, (m + p - 1)(t_f + t_b). More forwards
+ahead hold more and gain nothing while every action takes its time; where times vary, they are what a worker runs while
+it waits.
 """
 
 from __future__ import annotations
@@ -22,15 +24,21 @@ from fourfold.schedule.work import B, F, Piece, Work
 
 @dataclass(frozen=True)
 class Options(Microbatches):
-    """Settings."""
+    """Settings.
+
+    Attributes:
+        ahead: how many times as many micro-batches a worker holds, min(m, ahead (p - r)).
+    """
+
+    ahead: int = 1
 
 
 def order(shape: Shape, options: Options) -> Iterator[Action]:
     """Yield warm-up, steady state and drain of each worker."""
-    del options
     work = Work(shape)
     for stage in range(shape.stages):
-        yield from work.laid(stage, _pieces(stage, warm=shape.stages - 1 - stage, microbatches=shape.microbatches))
+        warm = min(options.ahead * (shape.stages - stage), shape.microbatches) - 1
+        yield from work.laid(stage, _pieces(stage, warm, shape.microbatches))
 
 
 def _pieces(stage: int, warm: int, microbatches: int) -> Iterator[Piece]:
