@@ -61,6 +61,24 @@ def test_every_order(name: str) -> None:
         assert_equal(found, expected)
 
 
+READY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "1f1b": ({"pipe": 3}, {"microbatches": 5, "ready": True, "in_flight": 4}),
+    "zb_v": ({"pipe": 2}, {"microbatches": 4, "ready": True}),
+    "message_driven": ({"pipe": 3}, {"microbatches": 5, "limit": 3}),
+    "interleaved": ({"pipe": 2, "z": 2, "shard": "parameters", "data": 2}, {"microbatches": 4, "ready": True}),
+    "gpipe": ({"pipe": 2, "tensor": {"algorithm": "4d", "y": 2}}, {"microbatches": 4, "ready": True}),
+}
+
+
+@pytest.mark.parametrize("name", READY)
+def test_what_is_ready_first(name: str) -> None:
+    work = Work(gpt(0.2))
+    placement, options = READY[name]
+    plan = {"placement": {**placement, "precision": "fp64"}, "schedule": {"name": name, **options}}
+    for found in on_threads(work, plan):
+        assert_equal(found, serial(work))
+
+
 GRIDS: dict[str, dict[str, Any]] = {
     "data": {"pipe": 2, "data": 2},
     "optimizer": {"pipe": 2, "z": 2, "shard": "optimizer"},

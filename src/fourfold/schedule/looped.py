@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fourfold.schedule.action import ScheduleError
-from fourfold.schedule.order import Microbatches, Shape
+from fourfold.schedule.order import Pipelined, Shape
 from fourfold.schedule.work import B, F, I, Piece, W
 
 
 @dataclass(frozen=True)
-class Looped(Microbatches):
+class Looped(Pipelined):
     """Settings.
 
     Attributes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 from fourfold.schedule.action import Action, ScheduleError
@@ -49,6 +49,31 @@ class Microbatches:
             value = getattr(self, entry.name)
             if entry.type == "int" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{entry.name}: expected a whole number of at least 1, found {value!r}")
+
+
+@dataclass(frozen=True)
+class Pipelined(Microbatches):
+    """What the options of orders over several workers have.
+
+    Attributes:
+        ready: a worker runs the best of what is ready (`ready.py`), and the order is only its ranking; else the order
+            is kept.
+        in_flight: micro-batches that each worker may have in flight where it does not keep to the order; None: as many
+            as the order has.
+    """
+
+    ready: bool = field(default=False, kw_only=True)
+    in_flight: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.ready, bool):
+            raise ValueError(f"ready: expected true or false, found {self.ready!r}")
+        count = self.in_flight
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+            raise ValueError(f"in_flight: expected a whole number of at least 1, found {count!r}")
+        if count is not None and not self.ready:
+            raise ValueError(f"in_flight: is for ready: true, found {count} with the order kept; leave it out")
 
 
 def chunks_of(options: object) -> int:

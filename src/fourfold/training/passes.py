@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -48,7 +49,7 @@ class Job:
         batch: the global one.
         microbatches: into which its rows are cut.
         divided: losses are divided by it before backward.
-        last: of each stage on this rank, (stage, micro-batch) of the last backward.
+        left: of each stage on this rank, the micro-batches that are not all the way back.
         kept: passes after which gathered weights stay.
         loss, count: sums over the rows that this rank has computed; on the ranks of the last stage.
         buffers: what is here of what actions write, by name.
@@ -58,7 +59,7 @@ class Job:
     batch: Batch
     microbatches: int
     divided: float
-    last: frozenset[tuple[int, int]]
+    left: Counter[int]
     kept: frozenset[Piece] = frozenset()
     loss: float = 0.0
     count: float = 0.0
@@ -129,7 +130,7 @@ class Passes:
         stage, microbatch = action.stage, action.microbatches.start
         given, *ends = self._resumed(stage, microbatch)
         with self._kept(action):
-            self.placed.backward(*ends, stage=stage, last=(stage, microbatch) in self.job.last)
+            self.placed.backward(*ends, stage=stage, last=self._is_last(stage))
         self._give_back(given, stage, microbatch)
 
     def backward_input(self, action: Action) -> None:
@@ -144,12 +145,17 @@ class Passes:
         stage, microbatch = action.stage, action.microbatches.start
         undone = self.job.buffers.pop(Buffer(DEFERRED, stage, microbatch))
         assert isinstance(undone, list)
-        self.placed.backward_weight(undone, stage=stage, last=(stage, microbatch) in self.job.last)
+        self.placed.backward_weight(undone, stage=stage, last=self._is_last(stage))
 
     def reduce(self, action: Action) -> None:
         """This copy of a stage is complete: the word of it goes to the other; gradients are summed at the update."""
         self.job.buffers[action.writes[0]] = ()
         self.job.forms[action.writes[0]] = []
+
+    def _is_last(self, stage: int) -> bool:
+        """Counts a micro-batch that comes all the way back through a stage, in whatever sequence they do."""
+        self.job.left[stage] -= 1
+        return not self.job.left[stage]
 
     def _kept(self, action: Action) -> AbstractContextManager[None]:
         keeps = (action.kind, action.stage, action.microbatches.start) in self.job.kept

@@ -14,8 +14,10 @@ from fourfold.placement.refusals import PlacementError
 from fourfold.plan import Plan
 from fourfold.schedule import Program, ScheduleError, Shape, bind, validate
 from fourfold.schedule.action import BACKWARD_WEIGHT, FORWARD
-from fourfold.schedule.figures import passes
+from fourfold.schedule.budget import Budget
+from fourfold.schedule.figures import held, passes
 from fourfold.schedule.order import chunks_of
+from fourfold.schedule.ready import Mode
 from fourfold.schedule.work import Piece, Work
 from fourfold.training.loss_value import Loss
 
@@ -56,9 +58,20 @@ def homes(program: Program) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(found[stage]) for stage in sorted(found))
 
 
+def mode_of(plan: Plan, program: Program) -> Mode | None:
+    """How workers choose among what is ready; None: they keep to the order."""
+    module, options = plan.schedule.module, plan.schedule.options
+    if hasattr(module, "mode"):
+        return module.mode(shape_of(plan), options)
+    if not getattr(options, "ready", False):
+        return None
+    own = held(program)
+    return Mode(Budget(own if options.in_flight is None else [max(options.in_flight, most) for most in own]))
+
+
 def kept(plan: Plan, program: Program, worker: int) -> frozenset[Piece]:
     """The passes of a worker after which gathered weights stay for the next one, where the schedule wants that."""
-    if not getattr(plan.schedule.module, "KEEPS", False):
+    if not getattr(plan.schedule.module, "KEEPS", False) or mode_of(plan, program) is not None:
         return frozenset()
     actions = [program.actions[number] for number in passes(program, worker)]
     pairs = zip(actions, actions[1:], strict=False)

@@ -23,7 +23,7 @@ from fourfold.training.checkpoint.state import encode
 from fourfold.training.evaluation import evaluating
 from fourfold.training.loss_value import looked_at
 from fourfold.training.optimizer import Optimizer, OptimizerOptions, build, group_of
-from fourfold.training.pipeline import kept, part_of, program_of
+from fourfold.training.pipeline import kept, mode_of, part_of, program_of
 from fourfold.training.step import Loss, Step, StepResult
 from fourfold.training.values import fill_buffers, values_of
 from fourfold.wire import Mesh, World, join
@@ -397,4 +397,5 @@ class Run:
         loss = looked_at(self.loss)
         microbatches = self.plan.schedule.options.microbatches
         about = self.mesh, self.ledger, program, microbatches, self.seed, device
-        return Step(placed, rule, optimizer, loss, *about, batch_of(example), kept(self.plan, program, worker))
+        choices = kept(self.plan, program, worker), mode_of(self.plan, program)
+        return Step(placed, rule, optimizer, loss, *about, batch_of(example), *choices)

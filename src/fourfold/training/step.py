@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +18,9 @@ from fourfold.placement.pipe.shared import SharedGradients
 from fourfold.placement.rows import share
 from fourfold.placement.traffic import Pass
 from fourfold.plan import Rule
-from fourfold.schedule import Action, Body, Buffer, Inline, Machine, Program, Ranks, Timeline, drive
+from fourfold.schedule import Action, Body, Buffer, Inline, Program, Ranks, Timeline, drive
 from fourfold.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, REDUCE, UPDATE
+from fourfold.schedule.ready import Mode, drive_ready
 from fourfold.schedule.work import Piece
 from fourfold.training.batch import Batch
 from fourfold.training.loss_value import Loss as Loss
@@ -70,6 +73,7 @@ class Step:
         rows: the ranks over which the rows of a micro-batch are cut.
         told: the ranks that tell each other of a step.
         kept: passes of this rank after which gathered weights stay for the next one.
+        mode: how it chooses among what is ready; None: it keeps to the order.
     """
 
     placed: Placed
@@ -84,6 +88,7 @@ class Step:
     device: torch.device
     batch: Batch
     kept: frozenset[Piece] = frozenset()
+    mode: Mode | None = None
     divisor: float | None = None
 
     def __post_init__(self) -> None:
@@ -95,9 +100,10 @@ class Step:
         self._courier: Courier = self.placed.seats or Exchange(self.told, self.device)
         self._under_way = False
         self._crossed: dict[Buffer, list[Form | None]] = {}
-        self._last = _last_backwards(self.program, self._pipe.index)
-        self._all_backwards = sum(self._is_own(action) and action.kind in COMPLETING for action in self.program.actions)
+        own = [action for action in self.program.actions if self._is_own(action)]
+        self._back = Counter(action.stage for action in own if action.kind in COMPLETING)
         self._updates = sum(self._is_own(action) and action.kind == UPDATE for action in self.program.actions)
+        self._lockstep = self.mesh.over(*("x", "y", "z", "data")) if self.mode is not None else self.mesh.over()
         part = self.placed.part
         self._shared = None if part is None else SharedGradients(part, self.placed.units, self._pipe)
         self._links = Links(self._pipe) if self._pipe.size > 1 else None
@@ -115,7 +121,7 @@ class Step:
     def _is_own(self, action: Action) -> bool:
         return action.worker == self._pipe.index
 
-    def _machine_for(self, program: Program, bodies: Mapping[str, Body]) -> Machine:
+    def _machine_for(self, program: Program, bodies: Mapping[str, Body]) -> Inline | Ranks[Any]:
         if self._links is None:
             return Inline(bodies)
         return Ranks(program, self._pipe.index, bodies, Post(self._links, self.passes))
@@ -126,14 +132,14 @@ class Step:
         self.ledger.begin(number)
         self._number, self.batch, self._stop = number, batch, stop
         divided = self.divisor or float(batch.rows)
-        self.passes.job = Job(number, batch, self.microbatches, divided, self._last, self.kept)
+        self.passes.job = Job(number, batch, self.microbatches, divided, self._back.copy(), self.kept)
         self._backwards, self._updated = 0, 0
         if self._under_way:
             self.rule.finish()
             self.placed.abandon()
         self.placed.begin()
         self._under_way = True
-        timeline = self._driven(self.program, self._machine)
+        timeline = self._driven(self.program, self._machine, self.mode)
         self._under_way, self._crossed = False, self.passes.job.forms
         if self.ledger.recording:
             self.ledger.spans += timeline.spans()
@@ -143,21 +149,27 @@ class Step:
 
     def evaluate(self, batches: Sequence[Batch]) -> tuple[float, float]:
         """Sums of loss and count over the batches, of this rank's rows, where it holds the last stage."""
-        self.passes.job = Job(-1, batches[0], 1, 1.0, frozenset())
+        self.passes.job = Job(-1, batches[0], 1, 1.0, Counter())
         self.passes.batches = batches
         program = evaluation(self.program, len(batches))
         with torch.no_grad():
             self._driven(program, self._machine_for(program, {FORWARD: self.passes.evaluate}))
         return self.passes.job.loss, self.passes.job.count
 
-    def _driven(self, program: Program, machine: Machine) -> Timeline:
+    def _driven(self, program: Program, machine: Inline | Ranks[Any], mode: Mode | None = None) -> Timeline:
         """Run a program; where it fails, the other stages hear of it at once."""
         try:
-            return drive(program, machine)
+            if mode is None or isinstance(machine, Inline):
+                return drive(program, machine)
+            return drive_ready(program, machine, mode, self._agree if self._lockstep.size > 1 else None)
         except BaseException:
             if self._links is not None:
                 self._links.break_off()
             raise
+
+    def _agree(self, number: int) -> int:
+        """The action that all ranks of this stage run next: they share sums and gathers inside of it."""
+        return int(min(found for (found,) in self._lockstep.collect([float(number)])))
 
     def close(self) -> None:
         """End the threads that wait for messages of other stages."""
@@ -171,7 +183,7 @@ class Step:
 
         def complete(action: Action) -> None:
             self._backwards += 1
-            if self._backwards == self._all_backwards:
+            if self._backwards == self._back.total():
                 job = self.passes.job
                 digest = float((self.mesh.digest() + self.batch.rows) % 2**DIGEST_BITS)
                 self._courier.give(Tally(job.loss, job.count, digest, float(self._stop)))
@@ -237,16 +249,11 @@ class Step:
                 buffer = action.reads[0]
                 sent = formulas.message(self._crossed[buffer])
                 ledger.send(self._pipe.name, kind_of(buffer), "send", sent)
+        if self._lockstep.size > 1:
+            size = self._lockstep.size
+            for _ in own:
+                ledger.send(self._lockstep.name, "control", "all_gather", formulas.all_gather(size, size * 8))
         holders = self.mesh.replica
         if holders.size > 1 and self.optimizer.options.clip is not None:
             ledger.send(holders.name, "control", "all_gather", formulas.all_gather(holders.size, holders.size * 8))
         return ledger
-
-
-def _last_backwards(program: Program, worker: int) -> frozenset[tuple[int, int]]:
-    """(stage, micro-batch) of the last backward of each stage that the worker runs."""
-    found: dict[int, int] = {}
-    for action in program.actions:
-        if action.worker == worker and action.kind in COMPLETING:
-            found[action.stage] = action.microbatches.start
-    return frozenset(found.items())

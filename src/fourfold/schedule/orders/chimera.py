@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from fourfold.schedule.action import Action
 from fourfold.schedule.greedy import greedy
 from fourfold.schedule.mirror import fit, place, shares
-from fourfold.schedule.order import Microbatches, Shape
+from fourfold.schedule.order import Pipelined, Shape
 from fourfold.schedule.work import B, F, Piece, Work
 
 
 @dataclass(frozen=True)
-class Options(Microbatches):
+class Options(Pipelined):
     """Settings."""
 
 

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 
 from fourfold.schedule.action import Action
 from fourfold.schedule.mirror import fit, shares
-from fourfold.schedule.order import Microbatches, Shape
+from fourfold.schedule.order import Pipelined, Shape
 from fourfold.schedule.work import B, F, I, W, Work, in_turn
 
 
 @dataclass(frozen=True)
-class Options(Microbatches):
+class Options(Pipelined):
     """Settings."""
 
 

@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fourfold.schedule.action import Action, ScheduleError
-from fourfold.schedule.order import Microbatches, Shape
+from fourfold.schedule.order import Pipelined, Shape
 from fourfold.schedule.orders.dualpipe import phases
 from fourfold.schedule.work import Work, in_turn
 from fourfold.schedule.zigzag import fit
 
 
 @dataclass(frozen=True)
-class Options(Microbatches):
+class Options(Pipelined):
     """Settings."""
 
     @property

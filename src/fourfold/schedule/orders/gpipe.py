@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fourfold.schedule.action import Action
-from fourfold.schedule.order import Microbatches, Shape
+from fourfold.schedule.order import Pipelined, Shape
 from fourfold.schedule.work import B, F, Work
 
 
 @dataclass(frozen=True)
-class Options(Microbatches):
+class Options(Pipelined):
     """Settings."""
 
 

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 
 from fourfold.schedule.action import Action
 from fourfold.schedule.greedy import greedy
-from fourfold.schedule.order import Microbatches, Shape
+from fourfold.schedule.order import Pipelined, Shape
 from fourfold.schedule.work import B, F, Work
 from fourfold.schedule.zigzag import fit, place
 
 
 @dataclass(frozen=True)
-class Options(Microbatches):
+class Options(Pipelined):
     """Settings.
 
     Attributes:

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 
 from fourfold.schedule.action import Action
 from fourfold.schedule.block import Starts, squeezed
-from fourfold.schedule.order import Microbatches, Shape
+from fourfold.schedule.order import Pipelined, Shape
 from fourfold.schedule.zigzag import fit
 
 
 @dataclass(frozen=True)
-class Options(Microbatches):
+class Options(Pipelined):
     """Settings."""
 
     @property

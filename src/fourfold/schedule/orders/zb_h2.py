@@ -18,12 +18,12 @@ from dataclasses import dataclass
 
 from fourfold.schedule.action import Action
 from fourfold.schedule.looped import fit, forward_first
-from fourfold.schedule.order import Microbatches, Shape
+from fourfold.schedule.order import Pipelined, Shape
 from fourfold.schedule.work import Work
 
 
 @dataclass(frozen=True)
-class Options(Microbatches):
+class Options(Pipelined):
     """Settings."""
 
 

@@ -16,13 +16,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fourfold.schedule.action import Action
-from fourfold.schedule.order import Microbatches, Shape
+from fourfold.schedule.order import Pipelined, Shape
 from fourfold.schedule.work import F, I, W, Work, in_turn
 from fourfold.schedule.zigzag import fit
 
 
 @dataclass(frozen=True)
-class Options(Microbatches):
+class Options(Pipelined):
     """Settings."""
 
     @property
