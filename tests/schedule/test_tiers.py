@@ -198,6 +198,16 @@ def test_slow_copies_are_few():
     assert offloads[-1] == 0 < offloads[-2]
 
 
+@pytest.mark.parametrize("copy", [1.5, 2, 3, 4])
+@pytest.mark.parametrize(("p", "v", "group"), [(4, 2, None), (8, 4, None), (8, 4, 8)])
+def test_slow_copies_stall_nothing(p, v, group, copy):
+    """What could not be back in time stays, so that less is offloaded and no time is lost, whatever a copy takes."""
+    program = lay("pipeoffload", p, 4 * p, v, group=group, copy=copy)
+    assert count(program, OFFLOAD)
+    plain = simulate(lay("interleaved", p, 4 * p, v), Costs())
+    assert simulate(program, Costs(copy=copy)).makespan == plain.makespan
+
+
 @pytest.mark.parametrize(("p", "group"), [(p, group) for p in (2, 3, 4, 6, 8) for group in range(-(-p // 2), p + 1)])
 def test_smaller_groups_hold_less_and_idle_more(p, group):
     m = group * 8

@@ -18,10 +18,10 @@ Out (O), and back (R), each half a unit long:
 ```
 
 PipeOffload (Wan et al. 2025, "PipeOffload: improving scalability of pipeline parallelism with memory optimization"):
-the passes of `interleaved`, in its time as long as both copies of a pass take no longer than its computation. A pass is
-offloaded if the time between its forward and its backward exceeds three times that of both copies, those that wait
-longest first; it comes back as late as its backward allows. Either direction has a lane of its own. With copies of half
-a forward, at most three passes of a worker's v chunks are held, where `interleaved` holds (v + 1) p - 1.
+the passes of `interleaved`, in its time. A pass is offloaded if the time between its forward and its backward exceeds
+three times that of both copies, those that wait longest first, and if it can be back in time; it comes back as late as
+its backward allows. Either direction has a lane of its own. With copies of half a forward, at most three passes of a
+worker's v chunks are held, where `interleaved` holds (v + 1) p - 1.
 
 With a `group`, fewer forwards run ahead: without any offload a worker holds p + (v - 1) group. In groups of p that
 takes no longer while transfers between workers are free, since none is hidden; smaller groups idle more.
