@@ -12,7 +12,7 @@ from fourfold.schedule.figures import held
 from fourfold.schedule.order import chunks_of
 from fourfold.schedule.recompute import recomputed
 
-SYNCHRONOUS = sorted(
+ORDERS = sorted(
     name
     for _, name, _ in iter_modules(orders.__path__)
     if name not in ("accumulate", "chronospipe")  # one worker; recomputes by itself
@@ -36,7 +36,7 @@ def most(timeline: Timeline, kind: str) -> list[int]:
     return list(timeline.peaks(lambda buffer: int(buffer.kind == kind)).values())
 
 
-@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.parametrize("name", ORDERS)
 def test_any_order_recomputes(name):
     plain, late, early = (lay(name, when) for when in (None, False, True))
     without, part, ahead = (simulate(program, Costs()) for program in (plain, late, early))
@@ -47,6 +47,7 @@ def test_any_order_recomputes(name):
             (stage, microbatch) for stage in range(stages) for microbatch in range(M)
         ]
         assert held(program) == held(plain)  # nothing else has another place
+        assert all(any(buffer.kind.startswith("weight") for buffer in action.reads) for action in again)
     extra = stages * M / P
     for worker in range(P):
         assert part.busy(worker) == ahead.busy(worker) == without.busy(worker) + extra

@@ -14,7 +14,6 @@ from fourfold.schedule.action import (
     CHECKPOINT,
     RECOMPUTE,
     STASH,
-    WEIGHT,
     Action,
     Buffer,
 )
@@ -42,12 +41,10 @@ def recomputed(actions: Iterable[Action], stages: Collection[int], *, early: boo
 
 
 def _recompute(backward: Action, early: bool) -> Action:
-    """What the backward frees is what the recompute writes; it reads the same weight."""
+    """What the backward frees is what the recompute writes; it reads the same weights."""
     stash = tuple(buffer for buffer in backward.frees if buffer.kind == STASH)
-    kinds = (WEIGHT,) if early else (WEIGHT, ACTIVATION_GRADIENT)
-    checkpoint = _kept(stash)
-    reads = (*(buffer for buffer in backward.reads if buffer.kind in kinds), *checkpoint)
-    return backward._replace(kind=RECOMPUTE, reads=reads, writes=stash, frees=checkpoint)
+    reads = tuple(one for one in backward.reads if not early or one.kind != ACTIVATION_GRADIENT)
+    return backward._replace(kind=RECOMPUTE, reads=_kept(reads), writes=stash, frees=_kept(stash))
 
 
 def _kept(buffers: tuple[Buffer, ...]) -> tuple[Buffer, ...]:
