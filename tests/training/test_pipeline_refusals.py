@@ -64,6 +64,15 @@ def test_one_worker_has_no_pipeline() -> None:
         Plan.of({"placement": {"pipe": 2}})
 
 
+@pytest.mark.parametrize(
+    ("name", "pipe", "kinds"),
+    [("bpipe", 4, "evict, load"), ("pipeoffload", 2, "offload, reload"), ("chronospipe", 2, "recompute")],
+)
+def test_schedules_that_are_only_simulated(name: str, pipe: int, kinds: str) -> None:
+    found = refused(plan(pipe, 4, name))
+    assert f"schedule {name} wants actions that training cannot run yet, only simulate: {kinds}; try 1f1b" in found
+
+
 @pytest.mark.parametrize("cut", [[1, 1], [3], [2, 2], [1, 1, 1]])
 def test_a_cut_that_leaves_layers_out(cut: list[int]) -> None:
     found = refused(plan(2, 2, cut=cut))

@@ -18,6 +18,12 @@ BACKWARD_INPUT, BACKWARD_WEIGHT = "backward input", "backward weight"
 """The two halves of a backward that an order may run apart (zero bubble)."""
 PREDICT = "predict"
 """Guesses from a stage's weight what some updates will make of it."""
+RECOMPUTE = "recompute"
+"""A forward once more, for what the first one did not keep."""
+OFFLOAD, RELOAD = "offload", "reload"
+"""Moves what a forward keeps to the worker's host and back."""
+EVICT, LOAD = "evict", "load"
+"""Moves what a forward keeps to another worker and back."""
 
 ACTIVATION, ACTIVATION_GRADIENT = "activation", "activation-gradient"
 GRADIENT, WEIGHT = "gradient", "weight"
@@ -27,6 +33,12 @@ GRADIENT_SUM = "gradient-sum"
 """Of one copy of a stage, named by the first of the micro-batches that it sums."""
 STASH, DEFERRED = "stash", "deferred"
 """What a forward keeps for its backward, and what a backward of the input keeps for that of the weight."""
+CHECKPOINT = "checkpoint"
+"""What a forward keeps that will be recomputed: the input of its stage."""
+HOST = "host"
+"""A stash on the host: no memory of the device."""
+ROOM = "room"
+"""A token without bytes: the worker has room again for a stash that is away."""
 
 
 class ScheduleError(ValueError):
@@ -86,7 +98,7 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         if self.source is not None:
-            return f"move of {self.reads[0]} from worker {self.source} to worker {self.worker}"
+            return f"{self.kind} of {self.reads[0]} from worker {self.source} to worker {self.worker}"
         low, high = self.microbatches[0], self.microbatches[-1]
         batches = f"micro-batch {low}" if low == high else f"micro-batches {low}-{high}"
         return f"{self.kind} of stage {self.stage}, {batches}" + (

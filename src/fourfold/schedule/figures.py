@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from fourfold.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from fourfold.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, STASH
 from fourfold.schedule.program import Lane, Program
 from fourfold.schedule.timeline import Timeline
 
@@ -54,6 +54,11 @@ def held(program: Program) -> list[int]:
         steps = (STEPS[program.actions[number].kind] for number in passes(program, worker))
         flights.append(max(accumulate(steps), default=0))
     return flights
+
+
+def kept(timeline: Timeline) -> list[int]:
+    """Per worker, the most stashes that lay there at once; one that moves counts at both ends."""
+    return list(timeline.peaks(lambda buffer: int(buffer.kind == STASH)).values())
 
 
 def passes(program: Program, worker: int) -> list[int]:

@@ -60,7 +60,9 @@ def fit_rounds(shape: Shape, order: str) -> None:
         )
 
 
-def forward_first(shape: Shape, worker: int, ahead: int, lag: int | None = None) -> Iterator[Piece]:
+def forward_first(
+    shape: Shape, worker: int, ahead: int, lag: int | None = None, group: int | None = None
+) -> Iterator[Piece]:
     """A worker's pieces: forwards alone, then a forward and a backward in turn, then backwards alone.
 
     Args:
@@ -68,8 +70,10 @@ def forward_first(shape: Shape, worker: int, ahead: int, lag: int | None = None)
         worker: whose.
         ahead: how many forwards precede the first that is followed by a backward.
         lag: None for whole backwards; else those of the weight come apart, each so many after that of its input.
+        group: how many micro-batches go through a chunk at a time; None: one a worker.
     """
-    forwards, backwards = _line(shape, worker, False), _line(shape, worker, True)
+    size = shape.workers if group is None else group
+    forwards, backwards = _line(shape, worker, False, size), _line(shape, worker, True, size)
     count = len(forwards)
     ahead = min(ahead, count)
     for step in range(count + ahead):
@@ -84,12 +88,12 @@ def forward_first(shape: Shape, worker: int, ahead: int, lag: int | None = None)
         yield from ((W, *place) for place in backwards[max(count - lag, 0) :])
 
 
-def _line(shape: Shape, worker: int, backward: bool) -> list[tuple[int, int]]:
+def _line(shape: Shape, worker: int, backward: bool, group: int) -> list[tuple[int, int]]:
     """Stage and micro-batch of a worker's forwards or backwards."""
     stages = range(worker, shape.stages, shape.workers)
     return [
         (stage, microbatch)
-        for first in range(0, shape.microbatches, shape.workers)
+        for first in range(0, shape.microbatches, group)
         for stage in (reversed(stages) if backward else stages)
-        for microbatch in range(first, min(first + shape.workers, shape.microbatches))
+        for microbatch in range(first, min(first + group, shape.microbatches))
     ]

@@ -13,13 +13,16 @@ from fourfold.placement.pipe.part import Part
 from fourfold.placement.refusals import PlacementError
 from fourfold.plan import Plan
 from fourfold.schedule import Program, ScheduleError, Shape, bind, validate
-from fourfold.schedule.action import BACKWARD_WEIGHT, FORWARD
+from fourfold.schedule.action import BACKWARD_WEIGHT, EVICT, FORWARD, LOAD, OFFLOAD, RECOMPUTE, RELOAD
 from fourfold.schedule.budget import Budget
 from fourfold.schedule.figures import held, passes
 from fourfold.schedule.order import chunks_of
 from fourfold.schedule.ready import Mode
 from fourfold.schedule.work import Piece, Work
 from fourfold.training.loss_value import Loss
+
+TIERED = (RECOMPUTE, OFFLOAD, RELOAD, EVICT, LOAD)
+"""Kinds that are laid out and simulated, but have no body."""
 
 
 def shape_of(plan: Plan) -> Shape:
@@ -32,8 +35,8 @@ def program_of(plan: Plan) -> Program:
     """One optimizer step.
 
     Raises:
-        ScheduleError: the schedule cannot be laid over so many workers and micro-batches, or never empties its
-            pipeline: a step ends with an empty one.
+        ScheduleError: the schedule cannot be laid over so many workers and micro-batches, wants what has no body here,
+            or never empties its pipeline: a step ends with an empty one.
     """
     shape, module = shape_of(plan), plan.schedule.module
     if hasattr(module, "stream"):
@@ -46,7 +49,14 @@ def program_of(plan: Plan) -> Program:
             f"plan.schedule.microbatches: {shape.workers} workers want at least as many micro-batches, or some always "
             f"idle; found {shape.microbatches}; try {shape.workers}, or plan.placement.pipe: {shape.microbatches}"
         )
-    return validate(bind(module.order(shape, plan.schedule.options), shape.workers), shape)
+    program = validate(bind(module.order(shape, plan.schedule.options), shape.workers), shape)
+    unknown = {action.kind: None for action in program.actions if action.kind in TIERED}
+    if unknown:
+        raise ScheduleError(
+            f"schedule {plan.schedule.spelling} wants actions that training cannot run yet, only simulate: "
+            f"{', '.join(unknown)}; try 1f1b or interleaved, with placement.recompute to keep less"
+        )
+    return program
 
 
 def homes(program: Program) -> tuple[tuple[int, ...], ...]:
