@@ -119,7 +119,8 @@ class Step:
         self._machine = self._machine_for(self.program, bodies)
 
     def _is_own(self, action: Action) -> bool:
-        return action.worker == self._pipe.index
+        """It computes here; a move has two ends, and is no one's own."""
+        return action.worker == self._pipe.index and action.source is None
 
     def _machine_for(self, program: Program, bodies: Mapping[str, Body]) -> Inline | Ranks[Any]:
         if self._links is None:

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 
 from fourfold.schedule.action import FORWARD, UPDATE, Action, ScheduleError
 from fourfold.schedule.looped import fit, forward_first
-from fourfold.schedule.order import Microbatches, Shape
+from fourfold.schedule.order import Pipelined, Shape
 from fourfold.schedule.tiers import evict, load, returned, with_room
 from fourfold.schedule.work import Work
 
@@ -47,7 +47,7 @@ LEAST = AHEAD + 1
 
 
 @dataclass(frozen=True)
-class Options(Microbatches):
+class Options(Pipelined):
     """Settings.
 
     Attributes:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from fourfold.schedule.action import Action
 from fourfold.schedule.looped import fit
-from fourfold.schedule.order import Microbatches, Shape
+from fourfold.schedule.order import Pipelined, Shape
 from fourfold.schedule.recompute import recomputed
 from fourfold.schedule.work import B, F, Piece, Work
 
@@ -30,7 +30,7 @@ PERIOD = 2 * (FORWARD_TIME + BACKWARD_TIME)
 
 
 @dataclass(frozen=True)
-class Options(Microbatches):
+class Options(Pipelined):
     """Settings.
 
     Attributes:
