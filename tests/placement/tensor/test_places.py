@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold import wire
-from fourfold.placement import placed
+from fourfold.placement import placing
 from fourfold.placement.refusals import PlacementError
 from fourfold.placement.tensor.probe import Call, agrees
 from fourfold.plan import Plan
@@ -39,7 +39,7 @@ def refused(work: Work, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatc
         return str(caught.value)
 
     with monkeypatch.context() as patch:
-        patch.setattr(placed, "Arena", never)
+        patch.setattr(placing, "Arena", never)
         said = wire.threads.launch(Plan.of(settings).world, rank)
     assert any(words in one for one in said), said
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fourfold import wire
-from fourfold.placement import placed
+from fourfold.placement import placing
 from fourfold.placement.refusals import PlacementError
 from fourfold.plan import Plan, PlanError
 from fourfold.training.losses.classification import classification
@@ -34,7 +34,7 @@ def refusals(work: Work, monkeypatch: pytest.MonkeyPatch, **grid: int) -> list[s
     def never(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("an arena was made")
 
-    monkeypatch.setattr(placed, "Arena", never)
+    monkeypatch.setattr(placing, "Arena", never)
     settings = plan(**grid)
 
     def rank(world: wire.World) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fourfold import wire
-from fourfold.placement import placed
+from fourfold.placement import placing
 from fourfold.placement.refusals import PlacementError
 from fourfold.placement.tensor.between import refuse_rows
 from fourfold.plan import Plan
@@ -50,8 +50,8 @@ def test_the_first_batch_is_refused_before_anything_is_placed(monkeypatch):
     def never(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("something was placed")
 
-    monkeypatch.setattr(placed, "place", never)
-    monkeypatch.setattr(placed, "Arena", never)
+    monkeypatch.setattr(placing, "place", never)
+    monkeypatch.setattr(placing, "Arena", never)
     work = Work(gpt(), rows=6)
 
     def rank(world: wire.World) -> str:
