@@ -156,9 +156,10 @@ def pipeline(traces: Traces, cluster: Cluster, plan: Plan) -> Pipeline:
     dtype = str(types.compute).removeprefix("torch.")
     microbatches = plan.schedule.options.microbatches
     try:
-        paths = traces.line.paths
+        line = traces.line
     except PlacementError as error:
         raise RefusedError(str(error)) from error
+    paths, anatomy = line.paths, traces.anatomy
     if len(set(paths)) < len(paths):
         raise ForecastError("plan.placement.pipe: a layer of the model runs twice, which the planner cannot tell apart")
     tapes, settings, local = _tapes(traces, plan, dtype, microbatches, paths)
@@ -168,8 +169,21 @@ def pipeline(traces: Traces, cluster: Cluster, plan: Plan) -> Pipeline:
         rows: traces.workspace(of[rows]) if cluster.is_cpu else [0] * len(tape.operators) for rows, tape in each.items()
     }
     rows = _rows(traces, plan.placement, microbatches)
-    states = OPTIMIZER_STATES[traces.subject.optimizer]
-    return Pipeline(traces, cluster, plan, each, rows, workspace, types, PRECISIONS[settings.dtype], local, states)
+    return Pipeline(
+        traces,
+        cluster,
+        plan,
+        line,
+        each,
+        rows,
+        workspace,
+        types,
+        PRECISIONS[settings.dtype],
+        local,
+        states=OPTIMIZER_STATES[traces.subject.optimizer],
+        places={path: place for place, path in enumerate(paths) if path in anatomy.blocks},
+        reached=reached(anatomy, (name for name, weight in line.weights.items() if weight.trained)),
+    )
 
 
 def _pipelined(traces: Traces, cluster: Cluster, plan: Plan) -> Forecast:
@@ -285,6 +299,11 @@ def _bound(ledger: Ledger, cluster: Cluster, plan: Plan, subject: Subject, micro
         pieces = f"{parts} rank{'s'[: parts > 1]}" if parts == plan.world else f"z x data = {parts}"
         pieces += f" x {microbatches} micro-batches" if microbatches > 1 else ""
         return f"rows: {pieces}, and the batch has {subject.rows}: some ranks would compute nothing"
+    return too_much(ledger, cluster)
+
+
+def too_much(ledger: Ledger, cluster: Cluster) -> str:
+    """What is too much for a device's memory, in words; empty if it fits."""
     need, have = sum(ledger.memory.values()), cluster.device.memory
     if need > have:
         largest = max(ledger.memory, key=lambda category: ledger.memory[category])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from fourfold.anatomy import survey
@@ -47,6 +48,10 @@ class Line:
     def paths(self) -> tuple[str, ...]:
         """Of the layers."""
         return tuple(layer.path for layer in self.layers.calls)
+
+    def numel(self, name: str) -> int:
+        """Elements of a weight."""
+        return prod(self.weights[name].shape)
 
     def bounds(self, cut: Sequence[int] | None, stages: int) -> tuple[int, ...]:
         """Where a run cuts the line.

@@ -11,14 +11,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from fourfold.anatomy.layers import Layers
 from fourfold.hardware import Cluster
 from fourfold.hardware.collectives import EFFICIENCY, Group, seconds, send
 from fourfold.ledger import Ledger
-from fourfold.placement.pipe.cuts import balanced, possible
 from fourfold.placement.pipe.part import Part
 from fourfold.placement.precision import Precision
-from fourfold.placement.reach import reached
 from fourfold.placement.traffic import Pass
 from fourfold.plan import Plan
 from fourfold.planner import bytes as traffic
@@ -66,17 +63,21 @@ class Pipeline:
     """One pipelined plan on a cluster.
 
     Attributes:
+        line: the model's layers.
         tapes: by rows of a micro-batch, traces that tell layers apart.
         rows: of every micro-batch, on this replica.
         workspace: of each tape's operators.
         types, dtype: of elements, and of products as a cluster names it.
         local: shapes of the weights that are cut over x and y.
         states: tensors of a weight's size that the optimizer keeps.
+        places: of the blocks among the layers.
+        reached: blocks that backward comes to.
     """
 
     traces: Traces
     cluster: Cluster
     plan: Plan
+    line: Line
     tapes: Mapping[int, Tape]
     rows: Sequence[int]
     workspace: Mapping[int, Sequence[int]]
@@ -84,7 +85,12 @@ class Pipeline:
     dtype: str
     local: Mapping[str, Sequence[int]]
     states: int
-    grown: dict[Assumptions, dict[int, list[Stage]]] = field(default_factory=dict)
+    places: Mapping[str, int]
+    reached: frozenset[str]
+    known: dict[Any, list[Stage]] = field(default_factory=dict)
+    """Stages by bounds, rows and assumptions, for plans that differ in their schedule to share."""
+    _dealt: dict[Any, tuple[memory.Parcel, ...]] = field(init=False, default_factory=dict)
+    _timelines: dict[Assumptions, Timeline] = field(init=False, default_factory=dict)
 
     @cached_property
     def program(self) -> Program:
@@ -94,11 +100,6 @@ class Pipeline:
             ScheduleError: the schedule cannot be laid so.
         """
         return program_of(self.plan)
-
-    @cached_property
-    def line(self) -> Line:
-        """The model's layers."""
-        return self.traces.line
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
@@ -113,17 +114,25 @@ class Pipeline:
 
     def stage(self, assume: Assumptions) -> dict[int, list[Stage]]:
         """By rows, what every stage costs."""
-        if assume not in self.grown:
-            found = {}
-            for rows, tape in self.tapes.items():
-                costs = clock.operator_seconds(tape, self.cluster, self.dtype, assume)
-                whole = self.plan.placement.z > 1
-                found[rows] = stages(tape, self.line, self.bounds, costs, self.workspace[rows], whole)
-            self.grown[assume] = found
-        return self.grown[assume]
+        return {rows: self.cut(self.bounds, rows, assume) for rows in self.tapes}
+
+    def cut(self, bounds: tuple[int, ...], rows: int, assume: Assumptions = clock.LIKELY) -> list[Stage]:
+        """What stages between other bounds would cost."""
+        key = (bounds, rows, assume)
+        if key not in self.known:
+            tape, whole = self.tapes[rows], self.plan.placement.z > 1
+            costs = clock.operator_seconds(tape, self.cluster, self.dtype, assume)
+            self.known[key] = stages(tape, self.line, bounds, costs, self.workspace[rows], whole)
+        return self.known[key]
 
     def timeline(self, assume: Assumptions) -> Timeline:
         """When everything happens."""
+        if assume not in self._timelines:
+            self._timelines[assume] = simulate(self.program, self._costs(assume))
+        return self._timelines[assume]
+
+    def _costs(self, assume: Assumptions) -> list[float]:
+        """Seconds of every action."""
         table = self.stage(assume)
         passes = {
             rows: [self._passes(stage, rows, number, assume) for number, stage in enumerate(listed)]
@@ -131,13 +140,17 @@ class Pipeline:
         }
         each = [passes[rows] for rows in self.rows]
         kinds = {kind: place for place, kind in enumerate(PASSES)}
+        moves = {
+            (source, to, nbytes): self._sends(nbytes, source, to, assume)
+            for source, to, nbytes in {one[:3] for one in self._moves.values()}
+        }
         costs = []
-        for action in self.program.actions:
+        for number, action in enumerate(self.program.actions):
             if action.kind in kinds:
                 costs.append(each[action.microbatches.start][action.stage][kinds[action.kind]])
             else:
-                costs.append(self._moves(action, assume) if action.kind == MOVE else 0.0)
-        return simulate(self.program, costs)
+                costs.append(moves[self._moves[number][:3]] if action.kind == MOVE else 0.0)
+        return costs
 
     def _passes(self, stage: Stage, rows: int, number: int, assume: Assumptions) -> tuple[float, float, float, float]:
         """Seconds of the four kinds of pass, with what the stage's own grid says and gathers in them."""
@@ -172,11 +185,6 @@ class Pipeline:
         )
         return gather, scatter
 
-    def _moves(self, action: Action, assume: Assumptions) -> float:
-        source, to = action.source, action.worker
-        assert source is not None
-        return self._sends(self.sent(action), source, to, assume)
-
     def _sends(self, nbytes: int, source: int, to: int, assume: Assumptions) -> float:
         """All ranks of a stage send at once, and share a node's ports."""
         _, stride = span("pipe", self.plan.placement.axes())
@@ -187,13 +195,28 @@ class Pipeline:
             link, bandwidth = self.cluster.inter, self.cluster.node_bandwidth / min(stride, devices)
         return (link.call + send(nbytes, link.latency, EFFICIENCY * bandwidth)) / assume.link
 
-    def sent(self, move: Action) -> int:
-        """Bytes of a move."""
-        buffer = move.reads[0]
-        if buffer.kind == GRADIENT_SUM:
-            return formulas.message([])
-        stage = self.stage(clock.LIKELY)[self.rows[buffer.microbatch]][buffer.stage]
-        return stage.sent if buffer.kind == ACTIVATION else stage.returned
+    @cached_property
+    def _moves(self) -> dict[int, tuple[int, int, int, str]]:
+        """By number of the action: who sends, to whom, how many bytes, of what kind of traffic."""
+        table = self.stage(clock.LIKELY)
+        each = [[(one.sent, one.returned) for one in table[rows]] for rows in self.rows]
+        found = {}
+        for number, action in enumerate(self.program.actions):
+            if action.source is not None:
+                kind, stage, microbatch, _ = action.reads[0]
+                sums = kind == GRADIENT_SUM
+                nbytes = formulas.message([]) if sums else each[microbatch][stage][kind != ACTIVATION]
+                found[number] = action.source, action.worker, nbytes, "gradient" if sums else kind
+        return found
+
+    @cached_property
+    def _own(self) -> list[list[Action]]:
+        """Every worker's passes, in their order."""
+        found: list[list[Action]] = [[] for _ in range(self.program.workers)]
+        for action in self.program.actions:
+            if action.kind in PASSES:
+                found[action.worker].append(action)
+        return found
 
     # ---- ranks
 
@@ -212,7 +235,7 @@ class Pipeline:
         """Those whose weights a stage is the first to read: on a worker, or of all stages."""
         key = (stage, None if part is None else part.worker)
         if key not in self._dealt:
-            placement, tape = self.plan.placement, self.tapes[self.rows[0]]
+            placement = self.plan.placement
             apart = self.types.upcast or (placement.shard == "parameters" and placement.z > 1)
             grid = placement.grid if placement.grid.cuts_features else None
             itemsize = self.types.message.itemsize
@@ -220,14 +243,8 @@ class Pipeline:
             listed = of_stage(
                 self.traces.units(0, apart, itemsize, grid), held, placement.message, itemsize, apart=apart
             )
-            places = {path: place for place, path in enumerate(tape.blocks) if path in self.traces.anatomy.blocks}
-            comes_to = reached(self.traces.anatomy, (name for name, _, trained in tape.weights if trained))
-            self._dealt[key] = parcels(listed, places, placement, self.types, comes_to, self.local)
+            self._dealt[key] = parcels(listed, dict(self.places), placement, self.types, self.reached, self.local)
         return self._dealt[key]
-
-    @cached_property
-    def _dealt(self) -> dict[tuple[int, int | None], tuple[memory.Parcel, ...]]:
-        return {}
 
     def held(self, part: Part) -> list[memory.Parcel]:
         """All units of a worker."""
@@ -248,23 +265,21 @@ class Pipeline:
         units = self.held(part)
         if units:
             self._count(ledger, part, units)
-        own = [one for one in self.program.actions if one.worker == part.worker and one.kind in (FORWARD, *PASSES[1:3])]
         sizes = self.plan.placement.axes()
-        for action in own:
+        table = self.stage(clock.LIKELY)
+        for action in self._own[part.worker]:
             rows = self.rows[action.microbatches.start]
-            stage = self.stage(clock.LIKELY)[rows][action.stage]
-            for number in stage.messages[action.kind != FORWARD]:
+            said = table[rows][action.stage].messages if action.kind != BACKWARD_WEIGHT else ((), ())
+            for number in said[action.kind != FORWARD]:
                 message = self.tapes[rows].messages[number]
                 ledger.send(message.axis, message.kind, message.op, message.sent(sizes))
         for name, nbytes in self.shared(part).items():
             for _ in part.shared[name][1:]:
                 ledger.send("pipe", "gradient", "send", formulas.send(nbytes))
                 ledger.send("pipe", "gradient", "receive", 0)  # counted where it is handed over
-        for action in self.program.actions:
-            if action.source == part.worker:
-                buffer = action.reads[0]
-                kind = "gradient" if buffer.kind == GRADIENT_SUM else buffer.kind
-                ledger.send("pipe", kind, "send", self.sent(action))
+        for source, _, nbytes, kind in self._moves.values():
+            if source == part.worker:
+                ledger.send("pipe", kind, "send", nbytes)
         return ledger
 
     def _count(self, ledger: Ledger, part: Part, units: Sequence[memory.Parcel]) -> None:
@@ -272,8 +287,8 @@ class Pipeline:
         keeps = kept(self.plan, self.program, part.worker)
         passes = [
             Pass(one.kind == FORWARD, one.stage, (one.kind, one.stage, one.microbatches.start) in keeps)
-            for one in self.program.actions
-            if one.worker == part.worker and one.kind in PASSES and one.kind != BACKWARD_WEIGHT
+            for one in self._own[part.worker]
+            if one.kind != BACKWARD_WEIGHT
         ]
         reads = [
             frozenset(stage for slot in one.layout.slots for stage in part.uses(slot.name) if stage in part.stages)
@@ -329,9 +344,3 @@ class Pipeline:
             tails["z"] = max(tails["z"], sum(self._takes("z", op, one, assume) for op in ops for one in whole))
         found.exposed |= {axis: spent for axis, spent in tails.items() if spent}
         return found
-
-
-def even(layers: Layers, costs: Sequence[float], count: int, sizes: Sequence[float], caps: Sequence[float]) -> Any:
-    """Numbers of layers that make the slowest of `count` stages as fast as can be, and hold no more than they may."""
-    bounds = balanced(costs, count, sizes=sizes, caps=caps, allowed=possible(layers))
-    return tuple(end - first for first, end in zip(bounds, bounds[1:], strict=False))

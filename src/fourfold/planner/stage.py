@@ -202,7 +202,7 @@ class _Player:
         return _Product(number, frozenset(reads), share, self._bytes(own or born))
 
     def _is_tied(self, sizes: Sequence[int]) -> bool:
-        """Of a weight that several layers read, the trace has a gradient a layer, and only their sum is the weight's."""
+        """Of a weight that several layers read the trace has one gradient a layer; only their sum is the weight's."""
         return any(nbytes % numel == 0 and nbytes // numel in (2, 4, 8) for nbytes in sizes for numel in self._tied)
 
     def _pass(self, events: Sequence[Event], alive: set[Key], later: frozenset[Key]) -> Rise:

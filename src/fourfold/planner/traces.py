@@ -78,7 +78,8 @@ class Traces:
             PlacementError: the model is no line of layers.
         """
         if self._line is None:
-            self._line = isolated(lambda: lined(self.subject))
+            found: dict[str, Any] = isolated(lambda: lined(self.subject))
+            self._line = found
         return Line.of(self._line)
 
     def units(self, bucket: int, apart: bool, itemsize: int, grid: Grid | None = None) -> list[Any]:
@@ -88,7 +89,7 @@ class Traces:
             CutError: the model cannot be cut over the grid.
         """
         still = frozenset(() if grid is None else self._laid(grid)["still"])
-        if not bucket and not still and (apart or not self.anatomy.read_outside):
+        if not bucket and not still and (apart or not self.outline["anatomy"]["read_outside"]):
             return self.outline["units"]
         key = (bucket, apart, itemsize, still)
         if key not in self._sorted:

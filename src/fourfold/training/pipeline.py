@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from fourfold.anatomy import Anatomy
-from fourfold.anatomy.layers import Layers, layers
+from fourfold.anatomy.layers import layers
 from fourfold.placement.pipe.cuts import balanced, estimated, possible, said
 from fourfold.placement.pipe.part import Part
 from fourfold.placement.refusals import PlacementError
