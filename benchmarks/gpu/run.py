@@ -34,7 +34,7 @@ from fourfold.plan import Events, Plan
 from fourfold.training.batch import batch_of
 from fourfold.training.losses.cross_entropy import cross_entropy
 from fourfold.training.optimizer import OptimizerOptions, build, group_of
-from fourfold.training.pipeline import program_of
+from fourfold.schedule.laid import program_of
 from fourfold.training.step import Step
 from fourfold.training.throughput import flops_of, gemm_peak
 

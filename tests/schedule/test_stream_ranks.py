@@ -18,7 +18,7 @@ from fourfold.schedule.budget import Budget
 from fourfold.schedule.figures import held
 from fourfold.schedule.ready import Mode, drive_ready
 from fourfold.schedule.work import B, F
-from fourfold.training.pipeline import program_of
+from fourfold.schedule.laid import program_of
 from ranks import Processes
 from schedule.recurrences import Scalars
 from schedule.test_streams import NAMES, cases, stream, whole

@@ -109,7 +109,13 @@ def verify(
 
 
 @app.command
-def plan(config: str, /, *overrides: Overrides, json: Json = False) -> int:
+def plan(
+    config: str,
+    /,
+    *overrides: Overrides,
+    schedules: Annotated[bool, Parameter(negative="")] = False,
+    json: Json = False,
+) -> int:
     """Forecast the config's plan, or rank the plans that fit the hardware and say what bound the rejected ones.
 
     Parameters
@@ -118,6 +124,8 @@ def plan(config: str, /, *overrides: Overrides, json: Json = False) -> int:
         A YAML or TOML file; see examples/.
     overrides
         Settings laid over the file, each value as in TOML: 'hardware="8x rtx4090"'.
+    schedules
+        Instead, lay every pipeline schedule over the model, and say which is fastest and what the others lose by.
     json
         Print the result as JSON on stdout, and everything else on stderr.
     """
@@ -125,9 +133,9 @@ def plan(config: str, /, *overrides: Overrides, json: Json = False) -> int:
 
     loaded = load(config, overrides)
     with printing(json), blaming(loaded):
-        from fourfold.cli.outlook import outlook
+        from fourfold.cli.outlook import compared, outlook
 
-        result = outlook(loaded.config)
+        result = compared(loaded.config) if schedules else outlook(loaded.config)
     return show(result, json)
 
 

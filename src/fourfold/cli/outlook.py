@@ -11,7 +11,9 @@ from rich.console import Console
 from fourfold.config import Config
 from fourfold.hardware import Cluster
 from fourfold.plan import Plan
-from fourfold.planner import Outlook, here, loaded, plan
+from fourfold.planner import Outlook, Traces, here, loaded, plan
+from fourfold.planner.explain import rendered
+from fourfold.planner.schedules import Schedules, schedules
 from fourfold.training.choice import crowded, default_workers
 from fourfold.training.progress import busy
 from fourfold.training.subject import subject
@@ -64,6 +66,48 @@ def _found(config: Config, tell: Callable[[str], None]) -> Planned:
     crowd = loaded()  # before forecasts make it so
     found = plan(subject(config), here(count), given, world=workers, tell=tell)
     return Planned(replace(found, notes=(*found.notes, *crowded(count, config.launch.threads), *crowd)))
+
+
+@dataclass(frozen=True)
+class Compared:
+    """All schedules over the config's model, as a command shows them."""
+
+    found: Schedules
+    title: str
+
+    @property
+    def ok(self) -> bool:
+        """Some schedule fits."""
+        return self.found.ok
+
+    def to_dict(self) -> dict[str, Any]:
+        """All that was forecast."""
+        return {"about": self.title} | self.found.to_dict()
+
+    def text(self) -> str:
+        """The tables."""
+        return rendered([self.title, *self.found.tables()])
+
+
+def compared(config: Config, console: Console | None = None) -> Compared:
+    """Every schedule over the config's model, machine and workers.
+
+    Args:
+        console: as `outlook`.
+    """
+    console = console or Console(stderr=True, highlight=False)
+    given = Plan.of(config.plan) if isinstance(config.plan, dict) else None
+    workers = config.launch.workers or (given.world if given is not None and given.world > 1 else None)
+    if config.hardware == "here":
+        workers = workers or default_workers()
+        cluster = here(workers)
+    else:
+        cluster = Cluster.parse(config.hardware)
+    asked = subject(config)
+    with busy("looking at schedules", console) as tell:
+        found = schedules(Traces(asked), cluster, given, world=workers, tell=tell)
+    machine = f"{cluster.nodes} x {cluster.devices_per_node} x {cluster.device.name}"
+    return Compared(found, f"{asked.name} on {machine}, {asked.rows} row{'s'[: asked.rows > 1]} a step")
 
 
 def _part(cluster: Cluster, workers: int | None, given: bool) -> tuple[str, ...]:

@@ -28,6 +28,9 @@ def count(
     parcels: Sequence[Parcel],
     exchanges: Sequence[traffic.Exchange],
     microbatches: int,
+    passes: Sequence[traffic.Pass] | None = None,
+    stages: Sequence[frozenset[int]] = (),
+    ends: bool = True,
 ) -> None:
     """Add what one rank (the first) hands to the network in a step but over x and y (see `features`).
 
@@ -35,11 +38,22 @@ def count(
 
     Control traffic (the few numbers that ranks tell each other in a step, where they do not ride behind a gradient) is
     not in it.
+
+    Args:
+        passes: of a pipeline's rank, in their order; None: one micro-batch after the other.
+        stages: of a pipeline's rank, which of its stages read each parcel.
+        ends: the model ends on this rank.
     """
-    last = max((place for parcel in parcels for place in parcel.places), default=None)
+    last = max((place for parcel in parcels for place in parcel.places), default=None) if ends else None
     shipments = [
-        traffic.Shipment(parcel.layout, last=last in parcel.places, outer=not parcel.places, reached=parcel.reached)
-        for parcel in parcels
+        traffic.Shipment(
+            parcel.layout,
+            last=last in parcel.places,
+            outer=not parcel.places,
+            reached=parcel.reached,
+            stages=stages[number] if stages else frozenset({0}),
+        )
+        for number, parcel in enumerate(parcels)
         if parcel.layout.parts == plan.placement.z
     ]
     placement = plan.placement
@@ -49,7 +63,8 @@ def count(
     def payload(elements: int) -> int:
         return coded.wire_bytes(elements, parcels[0].master) if coded else elements * parcels[0].message
 
-    about: dict[str, Any] = {"shard": placement.shard, "passes": traffic.accumulated(microbatches), "ledger": ledger}
+    passes = traffic.accumulated(microbatches) if passes is None else passes
+    about: dict[str, Any] = {"shard": placement.shard, "passes": passes, "ledger": ledger}
     traffic.weights(shipments, placement.z, itemsize=parcels[0].message, **about)
     traffic.gradients(shipments, placement.z, payload=payload, **about)
     everyone = cast("Any", Seat("z+data", placement.parts, 0))

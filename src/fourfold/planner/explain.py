@@ -15,6 +15,7 @@ from fourfold.ledger.ledger import MEMORY
 from fourfold.plan import Plan
 from fourfold.planner import gridtable as grids
 from fourfold.planner.forecast import Forecast
+from fourfold.planner.pipeline import Rank
 from fourfold.planner.search import Estimate
 from fourfold.planner.subject import Subject
 from fourfold.planner.units import in_bytes, in_seconds
@@ -65,7 +66,7 @@ class Outlook:
             parts += [_rejected(others[:SHOWN]), *_left(others)]
         if any(one.plan.placement.tensor for one in self.forecasts) or self.estimated:
             parts += grids.tables(self.forecasts, self.estimated)
-        return _rendered([*parts, *self.notes])
+        return rendered([*parts, *self.notes])
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as plain JSON."""
@@ -102,6 +103,10 @@ def to_dict(one: Forecast) -> dict[str, Any]:
             "hidden": dict(one.timing.hidden),
             "stretched": one.timing.stretched,
         },
+        "ranks": [
+            {"worker": rank.worker, "stages": list(rank.stages), "seconds": rank.busy, "memory": rank.peak}
+            for rank in one.ranks
+        ],
         "notes": dict(one.ledger.notes),
     }
 
@@ -143,11 +148,13 @@ def _detail(one: Forecast) -> list[Any]:
     time.add_column("seconds", justify="right")
     time.add_row("forward and backward", in_seconds(one.timing.compute))
     for axis, waited in one.timing.exposed.items():
-        time.add_row(f"waiting for {axis}", in_seconds(waited))
+        time.add_row("idle: the pipeline's bubble" if axis == "bubble" else f"waiting for {axis}", in_seconds(waited))
     if one.timing.stretched:
         time.add_row("slowed by traffic beside it", in_seconds(one.timing.stretched))
     time.add_row("update", in_seconds(one.timing.update))
     parts: list[Any] = [f"best: {one.plan}", memory, time]
+    if one.ranks:
+        parts.append(_ranks(one.ranks))
     if one.ledger.traffic():
         sent = Table(title="bytes that a rank sends in a step", title_justify="left")
         for name in ("axis", "kind", "collective", "calls", "bytes"):
@@ -158,7 +165,19 @@ def _detail(one: Forecast) -> list[Any]:
     return parts
 
 
-def _rendered(parts: Sequence[Any]) -> str:
+def _ranks(ranks: Sequence[Rank]) -> Table:
+    table = Table(title="workers of the pipeline", title_justify="left")
+    for name in ("worker", "stages", "computes", "memory", "sends", "at its highest during"):
+        table.add_column(name, justify="left" if name.startswith("at") else "right")
+    for one in ranks:
+        held = ", ".join(map(str, one.stages))
+        figures = in_seconds(one.busy), in_bytes(one.peak), in_bytes(one.ledger.sent())
+        table.add_row(str(one.worker), held, *figures, one.when)
+    return table
+
+
+def rendered(parts: Sequence[Any]) -> str:
+    """Lines and tables as text."""
     out = io.StringIO()
     console = Console(file=out, width=120, force_terminal=False, highlight=False)
     for part in parts:

@@ -25,12 +25,15 @@ from fourfold.planner.grids import nearest, obstacle
 from fourfold.planner.likeness import network
 from fourfold.planner.network import Network
 from fourfold.planner.parcels import parcels, precision
+from fourfold.planner.pipeline import Pipeline, Rank
 from fourfold.planner.subject import OPTIMIZER_STATES, Subject
 from fourfold.planner.tape import Tape
 from fourfold.planner.tolls import AXES, Factors, Job
 from fourfold.planner.trace import Settings
 from fourfold.planner.traces import CutError, Traces
 from fourfold.planner.units import in_bytes
+from fourfold.schedule import ScheduleError
+from fourfold.schedule.figures import bubble
 
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}
 """A cluster's name of the type that is computed in."""
@@ -57,6 +60,7 @@ class Forecast:
         when: what the step is doing when memory is highest.
         budget: bytes that a device has for all this.
         bound: why the plan cannot be run; empty if it can.
+        ranks: every worker of a pipeline; the ledger is that of the one that holds most.
     """
 
     plan: Plan
@@ -67,6 +71,7 @@ class Forecast:
     when: str
     budget: int
     bound: str
+    ranks: tuple[Rank, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -101,6 +106,8 @@ def forecast(subject: Subject | Traces, cluster: Cluster, plan: Plan) -> Forecas
     except PlacementError as error:
         raise RefusedError(str(error)) from error
     types = precision(placement, cluster)
+    if placement.pipe > 1:
+        return _pipelined(traces, cluster, plan)
     tapes, settings, local = _tapes(traces, plan, str(types.compute).removeprefix("torch."), microbatches)
     tape = tapes[0]
     units = _units(traces, tape, settings, placement, types, local)
@@ -139,8 +146,70 @@ def forecast(subject: Subject | Traces, cluster: Cluster, plan: Plan) -> Forecas
     return Forecast(plan, ledger, likely, low.total, high.total, account.when, cluster.device.memory, bound)
 
 
+def pipeline(traces: Traces, cluster: Cluster, plan: Plan) -> Pipeline:
+    """A pipelined plan, of which nothing is laid out or cut yet.
+
+    Raises:
+        RefusedError: the model is no line of layers, or cannot be cut over the grid.
+    """
+    types = precision(plan.placement, cluster)
+    dtype = str(types.compute).removeprefix("torch.")
+    microbatches = plan.schedule.options.microbatches
+    try:
+        line = traces.line
+    except PlacementError as error:
+        raise RefusedError(str(error)) from error
+    paths, anatomy = line.paths, traces.anatomy
+    if len(set(paths)) < len(paths):
+        raise ForecastError("plan.placement.pipe: a layer of the model runs twice, which the planner cannot tell apart")
+    tapes, settings, local = _tapes(traces, plan, dtype, microbatches, paths)
+    each = {tape.rows: tape for tape in tapes}
+    of = {rows: dataclasses.replace(settings, rows=rows) for rows in each}
+    workspace = {
+        rows: traces.workspace(of[rows]) if cluster.is_cpu else [0] * len(tape.operators) for rows, tape in each.items()
+    }
+    rows = _rows(traces, plan.placement, microbatches)
+    return Pipeline(
+        traces,
+        cluster,
+        plan,
+        line,
+        each,
+        rows,
+        workspace,
+        types,
+        PRECISIONS[settings.dtype],
+        local,
+        states=OPTIMIZER_STATES[traces.subject.optimizer],
+        places={path: place for place, path in enumerate(paths) if path in anatomy.blocks},
+        reached=reached(anatomy, (name for name, weight in line.weights.items() if weight.trained)),
+    )
+
+
+def _pipelined(traces: Traces, cluster: Cluster, plan: Plan) -> Forecast:
+    found = pipeline(traces, cluster, plan)
+    try:
+        ranks = found.ranks
+    except (PlacementError, ScheduleError) as error:
+        raise RefusedError(str(error)) from error
+    fullest = max(ranks, key=lambda rank: rank.peak)
+    likely, low, high = (found.timing(fullest, assume) for assume in (clock.LIKELY, clock.BEST, clock.WORST))
+    mine = found.stage(clock.LIKELY)
+    ledger = fullest.ledger
+    ledger.notes = {
+        "flops": float(sum(mine[rows][stage].flops for rows in found.rows for stage in fullest.stages)),
+        "step seconds": likely.total,
+        "tokens": float(traces.subject.rows * traces.subject.tokens_per_row),
+        "memory peak": float(fullest.peak),
+        "bubble": bubble(found.timeline(clock.LIKELY)),
+    }
+    bound = _bound(ledger, cluster, plan, traces.subject, len(found.rows))
+    budget, when = cluster.device.memory, fullest.when
+    return Forecast(plan, ledger, likely, low.total, high.total, when, budget, bound, tuple(ranks))
+
+
 def _tapes(
-    traces: Traces, plan: Plan, dtype: str, microbatches: int
+    traces: Traces, plan: Plan, dtype: str, microbatches: int, layers: tuple[str, ...] = ()
 ) -> tuple[list[Tape], Settings, Mapping[str, Sequence[int]]]:
     """The traces of this rank's micro-batches, the settings of the first, and shapes of weights that are cut.
 
@@ -149,7 +218,7 @@ def _tapes(
     """
     placement = plan.placement
     grid = way_of(placement.grid).inside(placement.grid) if placement.grid.cuts_features else None
-    settings = Settings(1, dtype, placement.recompute, grid=grid, chunks=placement.chunks)
+    settings = Settings(1, dtype, placement.recompute, grid=grid, chunks=placement.chunks, layers=layers)
     each = [dataclasses.replace(settings, rows=rows) for rows in _rows(traces, placement, microbatches)]
     try:
         local = {} if grid is None else traces.local(grid)
@@ -230,6 +299,11 @@ def _bound(ledger: Ledger, cluster: Cluster, plan: Plan, subject: Subject, micro
         pieces = f"{parts} rank{'s'[: parts > 1]}" if parts == plan.world else f"z x data = {parts}"
         pieces += f" x {microbatches} micro-batches" if microbatches > 1 else ""
         return f"rows: {pieces}, and the batch has {subject.rows}: some ranks would compute nothing"
+    return too_much(ledger, cluster)
+
+
+def too_much(ledger: Ledger, cluster: Cluster) -> str:
+    """What is too much for a device's memory, in words; empty if it fits."""
     need, have = sum(ledger.memory.values()), cluster.device.memory
     if need > have:
         largest = max(ledger.memory, key=lambda category: ledger.memory[category])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as Set
+from math import prod
 from typing import Any
 
 import torch
@@ -19,6 +21,32 @@ def precision(placement: Placement, cluster: Cluster) -> Precision:
     if cluster.is_cpu or placement.precision != "bf16":
         return Precision.of(placement.precision, torch.device("cpu"))
     return Precision(torch.float32, torch.bfloat16, torch.bfloat16)
+
+
+def of_stage(units: list[Any], held: Set[str], bucket: int, itemsize: int, *, apart: bool) -> list[Any]:
+    """The units of one pipeline stage (`placement.membership.members` with `held`).
+
+    Args:
+        units: of the whole model, one a block, as [name, blocks, [weight, shape, group], outer, still].
+        held: the stage's weights.
+        bucket, itemsize, apart: as there.
+    """
+    found: list[Any] = []
+    for name, blocks, weights, outer, still in units:
+        mine = [weight for weight in weights if weight[0] in held]
+        if not mine:
+            continue
+        merges = not still and (bool(blocks) or not apart)
+        if found and merges and found[-1][5] and _numel(found[-1][2]) * itemsize < bucket:
+            last = found[-1]
+            found[-1] = [f"{last[0]} + {name}", [*last[1], *blocks], last[2] + mine, last[3] or outer, still, True]
+        else:
+            found.append([name, list(blocks), mine, outer, still, merges])
+    return [unit[:5] for unit in found]
+
+
+def _numel(weights: list[Any]) -> int:
+    return sum(prod(shape) for _, shape, _ in weights)
 
 
 def parcels(

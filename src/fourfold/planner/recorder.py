@@ -48,6 +48,8 @@ class Recorder(torch_private.dispatch_mode()):
         super().__init__()
         self.phase, self.place = FORWARD, BEFORE
         self.deaf = False
+        self.uses = False
+        """Of products in backward, also tell which storages they read: ["use", storage] before the operator."""
         self.segments: list[list[Any]] = []
         """[phase, place, events]; an event is ["+", storage], ["-", storage], ["op", operator], ["send", message] or
         ["wait", message]."""
@@ -134,7 +136,12 @@ class Recorder(torch_private.dispatch_mode()):
         if name in ("bernoulli_", "bernoulli"):
             self._mask(outputs[0])
         if name not in FREE_OF_COST and not function.is_view and outputs:
-            self._event("op", self._operator(function, args, kwargs, result, outputs, born))
+            operator = self._operator(function, args, kwargs, result, outputs, born)
+            if self.uses and self.phase == BACKWARD and self.operators[operator]["flops"]:
+                for number in {self.number(tensor): None for tensor in tensors((args, kwargs))}:
+                    if number is not None:
+                        self._event("use", number)
+            self._event("op", operator)
         return result
 
     def _mask(self, tensor: Tensor) -> None:

@@ -42,7 +42,8 @@ def blend(first: Any, second: Any, rows: tuple[int, int], wanted: int) -> Any:
 @dataclass(frozen=True)
 class Event:
     """A storage is born ("+") or dies ("-"), an operator runs ("op"), a message leaves ("send") or is waited for
-    ("wait"): by their numbers."""
+    ("wait"): by their numbers. Where layers are told apart, the next operator, a product of backward, reads a storage
+    ("use")."""
 
     kind: str
     key: Key | None
@@ -78,6 +79,8 @@ class Tape:
         segments: in order of time.
         storages: by key.
         weights: (name, shape, trained) of every weight of the whole model.
+        looks: where layers are told apart, what each place returned: (shape, bytes of an element, wants a gradient).
+        extents: numbers that tell by what a micro-batch is dealt, where features are cut.
     """
 
     def __init__(self, plain: dict[str, Any]):
@@ -94,6 +97,12 @@ class Tape:
         self._copies = [len(image) for image in plain["images"]]
         self._plain = plain
         self.weights = [(name, tuple(shape), trained) for name, shape, trained in plain["weights"]]
+        self.looks = [
+            [(tuple(shape), size, grad) for shape, size, grad in looks]
+            for image, looks in zip(plain["images"], plain["looks"], strict=True)
+            for _ in image
+        ]
+        self.extents: int = plain["extents"]
         self.storages: dict[Key, Storage] = {}
         self.segments = list(self._unrolled())
 
@@ -111,7 +120,7 @@ class Tape:
         here = self._real(place, copy)
         unrolled: list[Event] = []
         for kind, number in events:
-            if kind not in "+-":
+            if kind not in ("+", "-", "use"):
                 unrolled.append(Event(kind, None, number))
                 continue
             born_phase, born_place, ordinal, nbytes, tag, itemsize = self._plain["storages"][number]
@@ -123,7 +132,7 @@ class Tape:
                 unrolled.append(Event("+", key, number))
                 continue
             for real in self._near(born_place, place, copy):
-                unrolled.append(Event("-", (born_phase, real, ordinal), number))
+                unrolled.append(Event(kind, (born_phase, real, ordinal), number))
         return Segment(phase, here, tuple(unrolled))
 
     def _real(self, place: int, copy: int) -> int:

@@ -63,6 +63,7 @@ class Settings:
         grid: over which features are cut, with the axes that a forward knows (`Between.inside`); the first rank's part
             is run. None: the whole model.
         chunks: that products of a grid are cut into, as in a plan.
+        layers: paths of a pipeline's layers: those that are no blocks are told apart, too. Empty: they are not.
     """
 
     rows: int
@@ -73,6 +74,7 @@ class Settings:
     short: bool = True
     grid: Grid | None = None
     chunks: int = 1
+    layers: tuple[str, ...] = ()
 
 
 def outline(
@@ -86,7 +88,7 @@ def outline(
     Returns:
         Or {"unrunnable": why}: the model does not run.
     """
-    model = _built(subject, real=False)
+    model = built(subject, real=False)
     try:
         anatomy = survey(model, subject.loss, subject.batch)
     except AnatomyError as error:
@@ -137,14 +139,16 @@ def record(subject: Subject, anatomy: Anatomy, inputs: Mapping[str, str], settin
         TraceError: the model is too large to be really built.
     """
     dtype = getattr(torch, settings.dtype)
-    model = _built(subject, settings.real).train()
+    model = built(subject, settings.real).train()
     weights = [[name, list(weight.shape), weight.requires_grad] for name, weight in model.named_parameters()]
     buffers = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
     # Who reads a block's weights outside of it (a penalty) would not find those of the blocks left out.
     alike = settings.grid is None or not way_of(settings.grid).deals_tokens
     short = settings.short and alike and not anatomy.read_outside
     images = blocks.shorten(model, anatomy.blocks, inputs) if short else blocks.all_of(anatomy.blocks)
+    images += [blocks.Image(path, (path,)) for path in settings.layers if path not in anatomy.blocks]
     recorder = Recorder()
+    recorder.uses = bool(settings.layers)
     split = None
     if settings.grid is not None:
         try:
@@ -160,7 +164,8 @@ def record(subject: Subject, anatomy: Anatomy, inputs: Mapping[str, str], settin
         position = randomness.Position(0, 0, 0, settings.rows, anatomy.layouts) if settings.streams else None
         if position is not None and split is not None:
             position = position._replace(cuts=split.dropped, windows=split.windows)
-        places = _Places(recorder, settings, len(images), position)
+        outer = frozenset(settings.layers).difference(anatomy.blocks)
+        places = _Places(recorder, settings, len(images), position, outer)
         for image in images:
             places.watch(image, model.get_submodule(image.path))
         _run(subject, model, batch, recorder, position, split)
@@ -173,6 +178,8 @@ def record(subject: Subject, anatomy: Anatomy, inputs: Mapping[str, str], settin
         "operators": recorder.operators,
         "messages": recorder.messages,
         "images": [list(image.stands_for) for image in places.order],
+        "looks": [places.looks[image] for image in places.order],
+        "extents": 0 if split is None else len(split.takeover.between.extents()),
         "gradients": gradients,
         "weights": weights,
         "buffer_bytes": buffers,
@@ -187,7 +194,7 @@ def local_shapes(subject: Subject, anatomy: Anatomy, grid: Grid) -> dict[str, An
         As plain JSON {"shapes": {name: shape}, "still": names of the weights that it alone holds the rows of}, or
         {"refused": why}.
     """
-    model = _built(subject, real=False)
+    model = built(subject, real=False)
     if grid.by_rows:
         anatomy = survey(model, subject.loss, subject.batch, whole=grid.by_rows)
     try:
@@ -231,7 +238,12 @@ def _without_values() -> Iterator[None]:
         yield
 
 
-def _built(subject: Subject, real: bool) -> nn.Module:
+def built(subject: Subject, real: bool) -> nn.Module:
+    """The model on meta, or `real`.
+
+    Raises:
+        TraceError: it is too large to be really built.
+    """
     with torch.device("meta"), _Unset():
         model = subject.build()
     if not real:
@@ -318,7 +330,17 @@ def _gradients(
 class _Places:
     """Tells the recorder in which block the model computes, forward and backward."""
 
-    def __init__(self, recorder: Recorder, settings: Settings, count: int, position: randomness.Position | None):
+    def __init__(
+        self,
+        recorder: Recorder,
+        settings: Settings,
+        count: int,
+        position: randomness.Position | None,
+        outer: Set[str] = frozenset(),
+    ):
+        """`outer`: paths that are no blocks."""
+        self.outer = outer
+        self.looks: dict[blocks.Image, list[Any]] = {}
         self.recorder, self.settings, self.count, self.position = recorder, settings, count, position
         self.order: list[blocks.Image] = []
 
@@ -337,10 +359,13 @@ class _Places:
                 tensor.register_hook(partial(self._enter, BACKWARD, place - 1 if place else BEFORE))
         self._enter(FORWARD, place)
         compute = partial(self._compute, image, block, inner)
-        if self.settings.recompute == "full":
+        if image.path in self.outer:
+            result = inner(*args, **kwargs)
+        elif self.settings.recompute == "full":
             result = checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
         else:
             result = compute(*args, **kwargs)
+        self.looks[image] = [[list(one.shape), one.itemsize, one.requires_grad] for one in tensors(result)]
         for tensor in tensors(result):
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._enter, BACKWARD, place))

@@ -13,6 +13,7 @@ from fourfold.anatomy import Anatomy, restored
 from fourfold.plan.grid import Grid
 from fourfold.planner import workspace
 from fourfold.planner.isolate import IsolationError, isolated
+from fourfold.planner.line import Line, lined
 from fourfold.planner.subject import Subject
 from fourfold.planner.tape import MismatchError, Tape, blend
 from fourfold.planner.trace import Settings, TraceError, UnrunnableError, local_shapes, outline, record
@@ -43,6 +44,7 @@ class Traces:
         self._pairs: dict[Settings, list[dict[str, Any]]] = {}
         self._tapes: dict[Settings, Tape] = {}
         self._local: dict[Grid, dict[str, Any]] = {}
+        self._line: dict[str, Any] | None = None
 
     @property
     def outline(self) -> dict[str, Any]:
@@ -68,6 +70,18 @@ class Traces:
         """Blocks, ties and order of use."""
         return restored(self.outline["anatomy"])
 
+    @property
+    def line(self) -> Line:
+        """The layers that a pipeline is cut out of.
+
+        Raises:
+            PlacementError: the model is no line of layers.
+        """
+        if self._line is None:
+            found: dict[str, Any] = isolated(lambda: lined(self.subject))
+            self._line = found
+        return Line.of(self._line)
+
     def units(self, bucket: int, apart: bool, itemsize: int, grid: Grid | None = None) -> list[Any]:
         """The placement's units, as in `outline`, with neighbours merged up to `bucket` bytes.
 
@@ -75,7 +89,7 @@ class Traces:
             CutError: the model cannot be cut over the grid.
         """
         still = frozenset(() if grid is None else self._laid(grid)["still"])
-        if not bucket and not still:
+        if not bucket and not still and (apart or not self.outline["anatomy"]["read_outside"]):
             return self.outline["units"]
         key = (bucket, apart, itemsize, still)
         if key not in self._sorted:

@@ -16,6 +16,7 @@ from fourfold.placement import Placed, place
 from fourfold.placement.arena import Fill
 from fourfold.placement.tensor.between import refuse_rows
 from fourfold.plan import Events, Plan, Rule
+from fourfold.schedule.laid import kept, mode_of, program_of
 from fourfold.training import checkpoint
 from fourfold.training.batch import Batch, batch_of
 from fourfold.training.boxes import boxes_to_read, boxes_to_write, names_of, not_finite, scalars_of, set_scalars
@@ -23,7 +24,7 @@ from fourfold.training.checkpoint.state import encode
 from fourfold.training.evaluation import evaluating
 from fourfold.training.loss_value import looked_at
 from fourfold.training.optimizer import Optimizer, OptimizerOptions, build, group_of
-from fourfold.training.pipeline import kept, mode_of, part_of, program_of
+from fourfold.training.pipeline import part_of
 from fourfold.training.step import Loss, Step, StepResult
 from fourfold.training.values import fill_buffers, values_of
 from fourfold.wire import Mesh, World, join

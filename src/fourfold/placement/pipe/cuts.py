@@ -86,3 +86,28 @@ def possible(layers: Layers) -> list[bool]:
     """Of each bound, whether the line may be cut there: nothing crosses but results of layers."""
     inner = range(1, len(layers))
     return [True, *(all(value.leaf != INSIDE for value in layers.crossing(cut)) for cut in inner), True]
+
+
+def said(cut: tuple[int, ...], stages: int, line: Layers) -> tuple[int, ...]:
+    """Bounds of stages with these numbers of layers.
+
+    Raises:
+        PlacementError: they do not add up to the model, or cut it where it cannot be cut.
+    """
+    paths = [layer.path for layer in line.calls]
+    if len(cut) != stages or sum(cut) != len(paths) or min(cut) < 1:
+        raise PlacementError(
+            f"plan.placement.cut: expected {stages} numbers of at least 1 that add up to the model's {len(paths)} "
+            f"layers ({', '.join(paths)}), found {list(cut)}, which add up to {sum(cut)}; no layer may be left out"
+        )
+    bounds = (0, *(sum(cut[: number + 1]) for number in range(stages)))
+    fit = possible(line)
+    for bound in bounds:
+        if not fit[bound]:
+            places = [at for at in range(1, len(paths)) if fit[at]]
+            raise PlacementError(
+                f"plan.placement.cut: layer {paths[bound]} or one behind it reads what an earlier layer made or "
+                "changed inside (state that they share), which is none of its results and cannot cross; expected "
+                f"cuts before layers {places}, found {bound}"
+            )
+    return bounds
