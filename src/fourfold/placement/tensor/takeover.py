@@ -152,7 +152,9 @@ class Takeover:
                     GroupExecutor(self.switch, module)
                 continue
             share = self._normalised(path, module, norm.axis, names)
-            NormExecutor(self.switch, module, path, self.mesh[norm.axis], extents(share))
+            order = [index for runs in share.runs for run in runs for index in run]
+            about = extents(share), order == list(range(len(order)))
+            NormExecutor(self.switch, module, path, self.mesh[norm.axis], *about)
 
     def _normalised(self, path: str, module: nn.Module, axis: str, names: Mapping[int, str]) -> Share:
         """How the features are dealt that a norm spans: as its weight is; without one, as those of so many are."""
