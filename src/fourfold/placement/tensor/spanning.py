@@ -147,7 +147,8 @@ class Spanning(TorchFunctionMode):
         if known is not None:
             return known(self.followed, *args, **kwargs)
         if func in (F.group_norm, torch.group_norm):
-            self.followed.spread.refuse("a group of its channels lies over several ranks: calls group_norm")
+            spread = self.followed.spread
+            spread.refuse(f"a group of its channels lies over several ranks of {spread.axis.name}: calls group_norm")
         return self._by_name(name, func, args, kwargs, given)
 
     def _by_name(self, name: str, func: Callable, args: tuple, kwargs: dict[str, Any], given: list[Tensor]) -> Any:
