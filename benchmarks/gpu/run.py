@@ -31,10 +31,10 @@ from fourfold.ledger import Ledger
 from fourfold.models.gpt import GPT, Config
 from fourfold.placement import place
 from fourfold.plan import Events, Plan
+from fourfold.schedule.laid import program_of
 from fourfold.training.batch import batch_of
 from fourfold.training.losses.cross_entropy import cross_entropy
 from fourfold.training.optimizer import OptimizerOptions, build, group_of
-from fourfold.schedule.laid import program_of
 from fourfold.training.step import Step
 from fourfold.training.throughput import flops_of, gemm_peak
 

@@ -16,9 +16,9 @@ from fourfold.schedule import Action, Program, Ranks, ScheduleError, drive
 from fourfold.schedule.action import PREDICT, UPDATE
 from fourfold.schedule.budget import Budget
 from fourfold.schedule.figures import held
+from fourfold.schedule.laid import program_of
 from fourfold.schedule.ready import Mode, drive_ready
 from fourfold.schedule.work import B, F
-from fourfold.schedule.laid import program_of
 from ranks import Processes
 from schedule.recurrences import Scalars
 from schedule.test_streams import NAMES, cases, stream, whole

@@ -300,7 +300,7 @@ class Pipeline:
     def _memory(self, part: Part, high: High) -> dict[str, int]:
         tape, units = self.tapes[self.rows[0]], self.held(part)
         trained = sum(one.layout.trained * one.master for one in units)
-        found = dict.fromkeys(memory.MEMORY, 0)
+        found: dict[str, int] = dict.fromkeys(memory.MEMORY, 0)
         found[memory.PARAMETERS] = sum(one.at_rest for one in units)
         found[memory.GRADIENTS] = trained + high.rise.gradients
         found[memory.OPTIMIZER] = self.states * trained

@@ -20,8 +20,9 @@ from fourfold.placement.tensor.dealing import Dealing, bias_of, experts_of, vect
 from fourfold.placement.tensor.executor import Executor, Switch
 from fourfold.placement.tensor.experts import Exchange
 from fourfold.placement.tensor.linears import Siblings
+from fourfold.placement.tensor.places import Places
 from fourfold.placement.tensor.regions import on_first
-from fourfold.placement.tensor.rehearsal import Run
+from fourfold.placement.tensor.rehearsal import Run, Stage
 from fourfold.placement.tensor.tables import TableExecutor
 from fourfold.placement.tensor.traffic import Ranks, Traffic
 from fourfold.plan import Placement
@@ -46,6 +47,7 @@ class Between(ABC):
         mesh: this rank's, or a dry one.
         dealing: the cuts of all weights.
         anatomy: of the model.
+        places: which of the tensors that modules are given have rows.
         deals_tokens: blocks are given a part of the rows or of time; the first and the last one deal and gather.
         recuts: axes over which a rank's rows are cut once more.
         untiled: why products cannot be cut into chunks that travel, in words; empty if they can.
@@ -57,6 +59,7 @@ class Between(ABC):
 
     def __init__(self, mesh: Mesh, dealing: Dealing) -> None:
         self.mesh, self.dealing, self.anatomy = mesh, dealing, dealing.anatomy
+        self.places = Places()
 
     @classmethod
     def seen(cls, anatomy: Anatomy) -> Anatomy:
@@ -85,6 +88,9 @@ class Between(ABC):
     def example(cls, batch: Mapping[str, Tensor], grid: Grid) -> Mapping[str, Tensor]:
         """A batch to rehearse with, made of one row or a few."""
         return batch
+
+    def look(self, stage: Stage) -> None:  # noqa: B027 - most need to know nothing
+        """Before a rehearsal: find out of the plain model what a way must know (`places`)."""
 
     @abstractmethod
     def siblings(self, linear: Linear, modules: Sequence[nn.Module], about: Mapping[str, Any]) -> Siblings:

@@ -8,6 +8,7 @@ of its input features, so no activation lies on a rank twice.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ from fourfold.placement.tensor.dealing import Dealing
 from fourfold.placement.tensor.executor import Executor, Switch
 from fourfold.placement.tensor.experts import Exchange
 from fourfold.placement.tensor.linears import Siblings
+from fourfold.placement.tensor.places import with_rows
 from fourfold.placement.tensor.regions import on_first
-from fourfold.placement.tensor.rehearsal import Run
+from fourfold.placement.tensor.rehearsal import Run, Stage
 from fourfold.placement.tensor.traffic import Traffic
 from fourfold.plan.grid import Grid
 from fourfold.torch_private import map_leaves
@@ -62,10 +64,9 @@ class Cube:
         """All rows, for what every rank of y computes alike; what the last block gives."""
         return ops.gather_cut(x, self.across, dim=0)
 
-    def own(self, value: Any) -> Any:
+    def own(self, value: Tensor) -> Tensor:
         """Of a mask, or another tensor of whole rows beside the activations, those of this rank between linears."""
-        whole = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == self.rows > 1
-        return value.chunk(self.inner.size)[self.inner.index] if whole else value
+        return value.chunk(self.inner.size)[self.inner.index]
 
 
 class Way(Between):
@@ -91,6 +92,10 @@ class Way(Between):
         """One row has none to deal."""
         return {name: torch.cat([tensor] * grid.y) for name, tensor in batch.items()}
 
+    def look(self, stage: Stage) -> None:
+        """Which tensors beside the activations have rows."""
+        self.places.rows.update(with_rows(stage, self.anatomy, self.first_halves()))
+
     def extents(self) -> tuple[int, ...]:
         """Rows."""
         return (self.cube.rows,)
@@ -108,7 +113,7 @@ class Way(Between):
     def attach(self, model: nn.Module, switch: Switch) -> None:
         """The first block begins with this rank's rows, the last one ends with all."""
         for path in self.first_halves():
-            CubeInside(switch, model.get_submodule(path), self.cube)
+            CubeInside(switch, model.get_submodule(path), self.cube, self.places.rows.get(path, frozenset()))
         for path in self.routers():
             GatheringExecutor(switch, model.get_submodule(path), self.cube.whole)
         self.edges(model, switch, self.cube.begin, self.cube.whole)
@@ -151,19 +156,26 @@ class CubeSiblings(Siblings):
 
 
 class CubeInside(Executor):
-    """A module with a block's first linears: what comes beside the activations has all rows."""
+    """A module with a block's first linears: what comes beside the activations has all rows.
 
-    def __init__(self, switch: Switch, module: nn.Module, cube: Cube) -> None:
+    Attributes:
+        rows: places of tensors that have rows among those that it is given.
+    """
+
+    def __init__(self, switch: Switch, module: nn.Module, cube: Cube, rows: frozenset[int]) -> None:
         super().__init__(switch, module)
-        self.cube = cube
+        self.cube, self.rows = cube, rows
 
     def on_blocks(self, *args: Any, **kwargs: Any) -> Any:
         """Leave the activations, the first floating tensor, alone."""
         kept: list[Tensor] = []
         on_first(kept.append, (args, kwargs))
+        places = count()
 
         def own(value: Any) -> Any:
-            return value if kept and value is kept[0] else self.cube.own(value)
+            if not isinstance(value, Tensor) or next(places) not in self.rows or (kept and value is kept[0]):
+                return value
+            return self.cube.own(value)
 
         args, kwargs = map_leaves(own, (args, kwargs))
         return self.inner(*args, **kwargs)

@@ -309,7 +309,7 @@ def _deal_vector(dealing: Dealing, name: str, shapes: Mapping[str, tuple[int, ..
     shape, axis = shapes[name], raw.axis
     if axis is None or dealing.sizes[axis] == 1:
         return
-    if not raw.spans:
+    if not raw.spans or not shape or shape[raw.dim] == 1:
         dealing.partial[name] = axis
         return
     shares: list[Share | None] = [None] * len(shape)

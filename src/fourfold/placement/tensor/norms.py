@@ -1,7 +1,8 @@
 """Norms over features that lie over an axis: what a module asks of torch about its features, it gets over all ranks.
 
-The module's own code runs, whatever the model's authors made of it: torch's layer and RMS norms, and the means, sums
-and variances of any other, are taken over the axis. Each of them is one message forward and one backward.
+The module's own code runs, whatever the model's authors made of it: torch's layer and RMS norms, and the means, sums,
+variances and lengths of any other, are taken over the axis, each by one message forward and one backward (a variance
+with its mean: two). `spanning.py` says what becomes of other functions.
 
 A mean and a variance travel together: every rank sends the mean and the squared deviations of its own features, and all
 merge what they get by the formula of Chan, Golub and LeVeque (1983, The American Statistician 37(3), 242-247). Neither
@@ -19,22 +20,33 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fourfold.placement.refusals import PlacementError
 from fourfold.placement.tensor.executor import Executor, Switch
+from fourfold.placement.tensor.spanning import Followed, Place, Spanning, Spread, check_given, kept, over_last
 from fourfold.wire import Axis, ops
 
 
 class NormExecutor(Executor):
-    """A norm whose input has its last dim cut over `axis`; `sizes`: how many features every rank has."""
+    """A norm whose input has its last dim cut over `axis`.
 
-    def __init__(self, switch: Switch, module: nn.Module, path: str, axis: Axis, sizes: Sequence[int]) -> None:
+    Args:
+        sizes: how many features every rank has.
+        ordered: every rank has one run of them, in the order of ranks.
+    """
+
+    def __init__(
+        self, switch: Switch, module: nn.Module, path: str, axis: Axis, sizes: Sequence[int], ordered: bool = True
+    ) -> None:
         super().__init__(switch, module)
-        self.path, self.axis, self.sizes, self.size = path, axis, tuple(sizes), sum(sizes)
+        self.spread = Spread(path, axis, tuple(sizes), ordered)
 
-    def on_blocks(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def on_blocks(self, *args: Any, **kwargs: Any) -> Any:
         """[..., features here] → same."""
-        with _OverAxis(self, x.shape[-1]):
-            return self.inner(x, *args, **kwargs)
+        followed = Followed(self.spread)
+        followed.mark_last((args, kwargs, list(self.module.parameters()), list(self.module.buffers())))
+        with Spanning(followed, _KNOWN):
+            found = self.inner(*args, **kwargs)
+        check_given(followed, self.module, found)
+        return found
 
 
 class GroupExecutor(Executor):
@@ -103,59 +115,41 @@ class _GroupsHere(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _OverAxis(TorchFunctionMode):
-    """Reductions over the last dim of a tensor with this rank's features are taken over the axis."""
-
-    def __init__(self, norm: NormExecutor, here: int) -> None:
-        super().__init__()
-        self.norm, self.here = norm, here
-
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        known = _KNOWN.get(func)
-        if known is not None and args and args[0].shape[-1:] == (self.here,):
-            return known(self.norm, *args, **kwargs)
-        if func in (F.group_norm, torch.group_norm):
-            raise PlacementError(
-                f"{self.norm.path}: a group of its channels lies over several ranks of {self.norm.axis.name}; expected "
-                f"whole groups on every rank. Leave out plan.placement.tensor.{self.norm.axis.name}"
-            )
-        result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and args and isinstance(args[0], Tensor) and args[0].dim():
-            self._refuse_reduction(func, args[0], result)
-        return result
-
-    def _refuse_reduction(self, func: Callable, x: Tensor, result: Tensor) -> None:
-        """A reduction that nobody here knows would be one of this rank's features alone."""
-        if x.shape[-1] != self.here or self.here == 1:
-            return
-        if result.shape in (x.shape[:-1], (*x.shape[:-1], 1)):
-            raise PlacementError(
-                f"{self.norm.path}: calls {func.__name__} across features that are cut over {self.norm.axis.name}; "
-                "expected torch's layer or RMS norm, or means, sums and variances over the last dim. Leave out "
-                f"plan.placement.tensor.{self.norm.axis.name}"
-            )
-
-
 def _layer_norm(
-    norm: NormExecutor,
+    followed: Followed,
     x: Tensor,
     shape: Any,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
+    *_: Any,
 ) -> Tensor:
-    centred, variance = moments(x.float() if x.dtype.itemsize < 4 else x, norm.axis, norm.sizes)
-    return _scaled((centred * torch.rsqrt(variance + eps)).to(x.dtype), weight, bias)
+    _own(followed, "layer_norm", x, shape, weight, bias)
+    spread = followed.spread
+    centred, variance = moments(_wide(x), spread.axis, spread.sizes)
+    return followed.mark(_scaled((centred * torch.rsqrt(variance + eps)).to(x.dtype), weight, bias), Place(x.dim() - 1))
 
 
 def _rms_norm(
-    norm: NormExecutor, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
+    followed: Followed, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    wide = x.float() if x.dtype.itemsize < 4 else x
-    square = ops.sum_sum(wide.square().sum(-1, keepdim=True), norm.axis) / norm.size
+    _own(followed, "rms_norm", x, shape, weight)
+    spread, wide = followed.spread, _wide(x)
+    square = ops.sum_sum(wide.square().sum(-1, keepdim=True), spread.axis) / spread.size
     eps = torch.finfo(x.dtype).eps if eps is None else eps
-    return _scaled((wide * torch.rsqrt(square + eps)).to(x.dtype), weight, None)
+    return followed.mark(_scaled((wide * torch.rsqrt(square + eps)).to(x.dtype), weight, None), Place(x.dim() - 1))
+
+
+def _own(followed: Followed, what: str, x: Tensor, shape: Any, *weights: Tensor | None) -> None:
+    """Refuse a norm of more dims than the features, or with weights that are not cut as they are."""
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    alike = all(weight is None or followed.place(weight) == Place(0) for weight in weights)
+    if followed.place(x) != Place(x.dim() - 1) or len(sizes) != 1 or not alike:
+        followed.spread.refuse(f"calls {what} of {list(sizes)}")
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype.itemsize < 4 else x
 
 
 def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -163,17 +157,20 @@ def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias
 
 
-def _mean(norm: NormExecutor, x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    return _sum(norm, x, dim, keepdim, dtype=dtype) / norm.size
+def _mean(followed: Followed, x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    if not over_last(followed, x, dim, "a mean"):
+        return kept(followed, x, dim, keepdim, x.mean(dim, keepdim, dtype=dtype))
+    return _sum(followed, x, dim, keepdim, dtype=dtype) / followed.spread.size
 
 
-def _sum(norm: NormExecutor, x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    _last(norm, x, dim, "a sum")
-    return ops.sum_sum(x.sum(-1, keepdim=keepdim, dtype=dtype), norm.axis)
+def _sum(followed: Followed, x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    if not over_last(followed, x, dim, "a sum"):
+        return kept(followed, x, dim, keepdim, x.sum(dim, keepdim, dtype=dtype))
+    return ops.sum_sum(x.sum(-1, keepdim=keepdim, dtype=dtype), followed.spread.axis)
 
 
 def _var(
-    norm: NormExecutor,
+    followed: Followed,
     x: Tensor,
     dim: Any = None,
     unbiased: bool = True,
@@ -181,24 +178,54 @@ def _var(
     *,
     correction: float | None = None,
 ) -> Tensor:
-    _last(norm, x, dim, "a variance")
+    if isinstance(dim, bool):
+        followed.spread.refuse("takes a variance of all dims")
     by = float(unbiased) if correction is None else correction
-    _, variance = moments(x.float() if x.dtype.itemsize < 4 else x, norm.axis, norm.sizes)
-    variance = (variance * (norm.size / (norm.size - by))).to(x.dtype)
+    if not over_last(followed, x, dim, "a variance"):
+        return kept(followed, x, dim, keepdim, x.var(dim, correction=by, keepdim=keepdim))
+    spread = followed.spread
+    _, variance = moments(_wide(x), spread.axis, spread.sizes)
+    variance = (variance * (spread.size / (spread.size - by))).to(x.dtype)
     return variance if keepdim else variance.squeeze(-1)
 
 
-def _last(norm: NormExecutor, x: Tensor, dim: Any, what: str) -> None:
-    dims = (dim,) if isinstance(dim, int) else tuple(dim or ())
-    if dims not in ((-1,), (x.dim() - 1,)):
-        raise PlacementError(
-            f"{norm.path}: takes {what} over dims {dim} of features that are cut over {norm.axis.name}; expected the "
-            f"last dim alone. Leave out plan.placement.tensor.{norm.axis.name}"
-        )
+def _var_mean(
+    followed: Followed,
+    x: Tensor,
+    dim: Any = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    variance = _var(followed, x, dim, unbiased, keepdim, correction=correction)
+    return variance, _mean(followed, x, dim, keepdim)
 
 
-_KNOWN: dict[Any, Callable[..., Tensor]] = {
+def _norm(
+    followed: Followed, x: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Tensor:
+    """The norm of the ranks' norms: no square overflows that would not in one process, and 0 has a gradient."""
+    p = 2 if p in ("fro", None) else p
+    if isinstance(p, str) or p <= 0:
+        followed.spread.refuse(f"takes the {p} norm")
+    if not over_last(followed, x, dim, "a norm"):
+        return kept(followed, x, dim, keepdim, torch.linalg.vector_norm(x, p, dim, keepdim, dtype=dtype))
+    own = torch.linalg.vector_norm(x, p, -1, True, dtype=dtype)
+    every = ops.gather_scatter(own, followed.spread.axis, sizes=(1,) * followed.spread.axis.size)
+    return torch.linalg.vector_norm(every, p, -1, keepdim)
+
+
+def _normalize(followed: Followed, x: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Any:
+    length = _norm(followed, x, p, dim, True)
+    place = followed.place(x)
+    assert place is not None
+    return followed.mark(x / length.clamp_min(eps), place)
+
+
+_KNOWN: dict[Any, Callable[..., Any]] = {
     F.layer_norm: _layer_norm,
+    torch.layer_norm: _layer_norm,
     F.rms_norm: _rms_norm,
     torch.rms_norm: _rms_norm,
     Tensor.mean: _mean,
@@ -207,4 +234,10 @@ _KNOWN: dict[Any, Callable[..., Tensor]] = {
     torch.sum: _sum,
     Tensor.var: _var,
     torch.var: _var,
+    torch.var_mean: _var_mean,
+    Tensor.norm: _norm,
+    torch.norm: _norm,
+    torch.linalg.vector_norm: _norm,
+    torch.linalg.norm: _norm,
+    F.normalize: _normalize,
 }

@@ -34,11 +34,20 @@ class Sum(NamedTuple):
         return torch.cat([*parts, whole[..., at:]], -1)
 
 
+class Gathered(NamedTuple):
+    """Which tensors a module is given with features over `axis`, dealt by `share` (None: they are whole): those in
+    these places among the floating ones."""
+
+    axis: Axis
+    share: Share | None
+    places: frozenset[int]
+
+
 class WholeExecutor(Executor):
     """A module nobody knows how to split.
 
     Attributes:
-        axis, share: over which its input's features lie, and how; None: they are whole.
+        given: what of its input is gathered.
         output, dealt: over which the features of its outputs are cut again, and how; None: they stay whole.
         sums: by place among its floating outputs, what ranks use for split features where the outputs stay whole.
     """
@@ -47,23 +56,25 @@ class WholeExecutor(Executor):
         self,
         switch: Switch,
         module: nn.Module,
-        axis: Axis,
-        share: Share | None,
+        given: Gathered,
         output: Axis,
         dealt: Share | None,
         sums: Mapping[int, Sum],
     ) -> None:
         super().__init__(switch, module)
-        self.axis, self.share, self.output, self.dealt, self.sums = axis, share, output, dealt, sums
+        self.given, self.output, self.dealt, self.sums = given, output, dealt, sums
 
     def on_blocks(self, *args: Any, **kwargs: Any) -> Any:
-        """Gather every floating tensor that has as many features in its last dim as this rank holds."""
+        """Gather every floating tensor that was found to have this rank's features in its last dim."""
+        axis, share, known = self.given
+        inputs = count()
 
         def gathered(value: Any) -> Any:
-            share = self.share
-            if share is None or not has_features(value, share.extent(self.axis.index)):
+            if not isinstance(value, Tensor) or not value.is_floating_point():
                 return value
-            return ops.gather_cut(value, self.axis, sizes=extents(share))
+            if next(inputs) not in known or share is None or not has_features(value, share.extent(axis.index)):
+                return value
+            return ops.gather_cut(value, axis, sizes=extents(share))
 
         places = count()
 

@@ -57,7 +57,8 @@ class Time:
         if x.dim() != 3:
             raise PlacementError(
                 f"plan.placement.tensor: 1d-sequence cuts time: expected blocks that are given [rows, time, features], "
-                f"found {list(x.shape)}; choose algorithm: 1d"
+                f"found {list(x.shape)}. The first floating tensor among the arguments of a block (by place, then by "
+                "name) is taken for its activations: put these before masks and biases, or choose algorithm: 1d"
             )
         self.rows, self.steps = x.shape[:2]
         return ops.cut_gather(x, self.axis, dim=1, sizes=self.sizes())

@@ -25,6 +25,7 @@ from fourfold.placement.tensor.between import Between, way_of
 from fourfold.placement.tensor.dealing import Dealing, bias_of, deal_weights
 from fourfold.placement.tensor.familiar import Dropped, Familiar
 from fourfold.placement.tensor.layers import refuse_holders, refuse_layers
+from fourfold.placement.tensor.places import Places
 from fourfold.placement.tensor.reads import Reads
 from fourfold.placement.tensor.regions import ExitExecutor, LossScope, RootExecutor
 from fourfold.placement.tensor.rehearsal import Stage
@@ -60,6 +61,7 @@ class Split:
         widths: of modules that run whole, how many features go in and come out. Found by `rehearse`.
         by_rows: paths of those of them that are computed by rows.
         rowwise: where the rows are in what these are given and give. Found by `rehearse`.
+        places: which of the tensors that modules are given have features, or rows. Found by `rehearse`.
         untried: why the split model was not tried on numbers (`trial.py`), in words; empty if it was.
         takeover: the executors, once there are some.
     """
@@ -78,6 +80,7 @@ class Split:
     widths: dict[str, tuple[int, int]] = field(default_factory=dict)
     by_rows: tuple[str, ...] = ()
     rowwise: dict[str, rowwise.Rowwise] = field(default_factory=dict)
+    places: Places = field(default_factory=Places)
     untried: str = ""
     takeover: Takeover = field(init=False, repr=False)
     _stage: Stage = field(init=False, repr=False)
@@ -86,7 +89,8 @@ class Split:
     def __post_init__(self) -> None:
         self.assembly = Assembly(self.mesh, self.dealing.cuts)
         between = self.way(self.mesh, self.dealing)
-        about = self.anatomy, self.mesh, self.dealing, between, self.tuning, self.widths, self.rowwise
+        between.places = self.places
+        about = self.anatomy, self.mesh, self.dealing, between, self.tuning, self.widths, self.places, self.rowwise
         self.takeover = Takeover(*about)
 
     # ---- before anything is allocated
@@ -101,6 +105,7 @@ class Split:
         opaque = frozenset(self._taken_over(stage.model))
         if self.by_rows:
             self.rowwise.update(rowwise.find(stage, self.anatomy, self.by_rows))
+        self.takeover.between.look(stage)
         with stage.entered():
             twin = stage.twin({})
             shapes = {name: block.shape for name, block in self.assembly.blocks().items()}
@@ -112,9 +117,11 @@ class Split:
             self.outputs.update(self._cut(self.anatomy.outputs, whole.outputs))
             self.exits.update({path: self._cut(self.anatomy.exits[path], shapes) for path, shapes in whole.returned})
             self.widths.update({path: _widths(whole, path) for path in self.anatomy.whole})
+            self.places.see_whole(whole, self.widths)
             split, model = self._dry(Ledger())
             with split.scope.around():
                 local = rehearsal.run(model, stage.loss, stage.inputs(), self.anatomy, opaque)
+        self.places.see_part(whole, local)
         self.windows = split.takeover.between.remember(self.dealing, whole)
         self.windows |= resplit.windows(self.mesh, self.anatomy, self.by_rows)
         self._compare(whole, local)

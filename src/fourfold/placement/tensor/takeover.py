@@ -19,7 +19,8 @@ from fourfold.placement.tensor.experts import ExpertsExecutor, described
 from fourfold.placement.tensor.heads import Counts, Patch, patches
 from fourfold.placement.tensor.linears import ConvolutionExecutor, LinearExecutor
 from fourfold.placement.tensor.norms import GroupExecutor, NormExecutor
-from fourfold.placement.tensor.regions import Sum, WholeExecutor, extents
+from fourfold.placement.tensor.places import Places
+from fourfold.placement.tensor.regions import Gathered, Sum, WholeExecutor, extents
 from fourfold.placement.tensor.resplit import Lying, Resplit, ResplitExecutor, RowsExecutor
 from fourfold.placement.tensor.rowwise import Rowwise
 from fourfold.placement.tensor.tuning import Tuning
@@ -39,6 +40,7 @@ class Takeover:
         between: what becomes of rows and time between linears.
         tuning: how products run.
         widths: of modules that run whole, how many features go in and come out.
+        places: which of the tensors that they are given have the features.
         rowwise: of those of them that are computed by rows, and of the model (""), where the rows are.
         switch: whether weights are blocks just now.
     """
@@ -49,6 +51,7 @@ class Takeover:
     between: Between
     tuning: Tuning
     widths: Mapping[str, tuple[int, int]]
+    places: Places
     rowwise: Mapping[str, Rowwise] = field(default_factory=dict)
     switch: Switch = field(default_factory=Switch)
     _patches: list[Patch] = field(default_factory=list)
@@ -152,7 +155,9 @@ class Takeover:
                     GroupExecutor(self.switch, module)
                 continue
             share = self._normalised(path, module, norm.axis, names)
-            NormExecutor(self.switch, module, path, self.mesh[norm.axis], extents(share))
+            order = [index for runs in share.runs for run in runs for index in run]
+            about = extents(share), order == list(range(len(order)))
+            NormExecutor(self.switch, module, path, self.mesh[norm.axis], *about)
 
     def _normalised(self, path: str, module: nn.Module, axis: str, names: Mapping[int, str]) -> Share:
         """How the features are dealt that a norm spans: as its weight is; without one, as those of so many are."""
@@ -183,7 +188,8 @@ class Takeover:
         share = None if self.between.axis(whole.inputs).size == 1 else self.dealing.evenly(given, whole.inputs or "")
         dealt = None if self.between.axis(whole.output).size == 1 else self.dealing.evenly(made, whole.output or "")
         axes = self.between.axis(whole.inputs), self.between.axis(whole.output)
-        WholeExecutor(self.switch, model.get_submodule(path), axes[0], share, axes[1], dealt, sums)
+        given = Gathered(axes[0], share, self.places.features.get(path, frozenset()))
+        WholeExecutor(self.switch, model.get_submodule(path), given, axes[1], dealt, sums)
 
     def _attach_resplit(self, model: nn.Module, path: str, resplit: Resplit, sums: Mapping[int, Sum]) -> None:
         whole = self.anatomy.whole[path]
