@@ -207,7 +207,7 @@ def test_what_holds_too_much_is_last() -> None:
 def test_too_few_microbatches() -> None:
     found = schedules(small(), CLUSTER, Plan.of(plan_of(4, microbatches=2)))
     assert not found.ok
-    assert all("micro-batches" in one.bound for one in found.laid)
+    assert all("micro-batches" in one.bound or "never empties its pipeline" in one.bound for one in found.laid)
 
 
 def test_one_worker_is_no_pipeline() -> None:
