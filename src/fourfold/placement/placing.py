@@ -125,7 +125,7 @@ def _line_up(placed: Placed) -> None:
     if part is None:
         return
     if part.splits:
-        placed.deferral.attach(module for path in _own(part) for module in model.get_submodule(path).modules())
+        placed.deferral.attach(module for path in part.paths for module in model.get_submodule(path).modules())
     between = None if split is None else split.takeover.between
     placed.line = Line(model, part.layers, part.bounds, placed.anatomy.blocks, between)
 
@@ -176,10 +176,7 @@ def _members(
 
 def _stages(member: Members, part: Part | None) -> frozenset[int]:
     """The stages of this rank that read one of these weights."""
-    if part is None:
-        return frozenset({0})
-    uses = (part.uses(name) for name, _, _ in member.weights)
-    return frozenset(stage for stages in uses for stage in stages if stage in part.stages)
+    return frozenset({0}) if part is None else part.readers(name for name, _, _ in member.weights)
 
 
 def _layouts(sorted_: Sequence[Members], mesh: Mesh, split: Split | None, part: Part | None) -> list[Layout]:
@@ -205,7 +202,7 @@ def _wrap_blocks(placed: Placed, sorted_: list[Members], comes_to: Set[str]) -> 
     """Take over the blocks' forwards; what has no block is brought in around the whole forward."""
     modules = dict(placed.model.named_modules())
     homes: dict[str, tuple[Unit, bool, bool]] = {}
-    here = None if placed.part is None else _own(placed.part)
+    here = None if placed.part is None else placed.part.paths
     for unit, member in zip(placed.units, sorted_, strict=True):
         if member.outer:
             placed.outer.append(unit)
@@ -235,12 +232,6 @@ def _wrap_blocks(placed: Placed, sorted_: list[Members], comes_to: Set[str]) -> 
             block.neighbours = _neighbours(placed, unit)
             block.keep = unit is placed.turning
         placed.blocks.append(block)
-
-
-def _own(part: Part) -> list[str]:
-    """Paths of the layers that run on this rank."""
-    spans = (range(part.bounds[stage], part.bounds[stage + 1]) for stage in part.stages)
-    return list(dict.fromkeys(part.layers.calls[number].path for span in spans for number in span))
 
 
 def _neighbours(placed: Placed, unit: Unit) -> Neighbours:

@@ -30,7 +30,7 @@ from fourfold.planner.traces import Traces
 from fourfold.planner.walk import PASSES, High, walk
 from fourfold.schedule import Action, Program, Timeline, simulate
 from fourfold.schedule.action import ACTIVATION, BACKWARD_WEIGHT, FORWARD, GRADIENT_SUM, MOVE
-from fourfold.schedule.laid import homes, kept, program_of
+from fourfold.schedule.laid import homes, kept, program_of, uses
 from fourfold.wire import formulas
 
 
@@ -285,15 +285,8 @@ class Pipeline:
     def _count(self, ledger: Ledger, part: Part, units: Sequence[memory.Parcel]) -> None:
         """What travels over z and data."""
         keeps = kept(self.plan, self.program, part.worker)
-        passes = [
-            Pass(one.kind == FORWARD, one.stage, (one.kind, one.stage, one.microbatches.start) in keeps)
-            for one in self._own[part.worker]
-            if one.kind != BACKWARD_WEIGHT
-        ]
-        reads = [
-            frozenset(stage for slot in one.layout.slots for stage in part.uses(slot.name) if stage in part.stages)
-            for one in units
-        ]
+        passes = [Pass(*use) for use in uses(self.program, part.worker, keeps)]
+        reads = [part.readers(slot.name for slot in one.layout.slots) for one in units]
         about: dict[str, Any] = {"passes": passes, "stages": reads, "ends": part.ends}
         traffic.count(ledger, self.plan, units, (), len(self.rows), **about)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fourfold.plan import Plan
-from fourfold.schedule.action import EVICT, FORWARD, LOAD, OFFLOAD, RECOMPUTE, RELOAD, ScheduleError
+from fourfold.schedule.action import BACKWARD_WEIGHT, EVICT, FORWARD, LOAD, OFFLOAD, RECOMPUTE, RELOAD, ScheduleError
 from fourfold.schedule.bind import bind
 from fourfold.schedule.budget import Budget
 from fourfold.schedule.figures import held, passes
@@ -11,7 +11,7 @@ from fourfold.schedule.order import Shape, chunks_of
 from fourfold.schedule.program import Program
 from fourfold.schedule.ready import Mode
 from fourfold.schedule.validate import validate
-from fourfold.schedule.work import Piece
+from fourfold.schedule.work import Piece, piece_of
 
 TIERED = (RECOMPUTE, OFFLOAD, RELOAD, EVICT, LOAD)
 """Kinds that are laid out and simulated, but have no body."""
@@ -78,4 +78,11 @@ def kept(plan: Plan, program: Program, worker: int) -> frozenset[Piece]:
     actions = [program.actions[number] for number in passes(program, worker)]
     pairs = zip(actions, actions[1:], strict=False)
     alike = (one for one, other in pairs if (one.kind, one.stage) == (other.kind, other.stage))
-    return frozenset((one.kind, one.stage, one.microbatches.start) for one in alike)
+    return frozenset(map(piece_of, alike))
+
+
+def uses(program: Program, worker: int, keeps: frozenset[Piece]) -> list[tuple[bool, int, bool]]:
+    """A worker's passes that want weights, in their order: (forward, stage, gathered weights stay after it)."""
+    actions = (program.actions[number] for number in passes(program, worker))
+    wanting = (one for one in actions if one.kind != BACKWARD_WEIGHT)
+    return [(one.kind == FORWARD, one.stage, piece_of(one) in keeps) for one in wanting]

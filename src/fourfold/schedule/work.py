@@ -42,6 +42,11 @@ Piece = tuple[str, int, int]
 """(kind, stage, micro-batch)."""
 
 
+def piece_of(action: Action) -> Piece:
+    """What an action of one micro-batch is a piece of."""
+    return action.kind, action.stage, action.microbatches.start
+
+
 def inputs(piece: Piece, last: int) -> tuple[Piece, ...]:
     """The pieces whose buffers a piece reads; `last` is the last stage."""
     kind, stage, microbatch = piece

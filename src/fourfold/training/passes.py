@@ -18,7 +18,7 @@ from fourfold.placement.rows import share
 from fourfold.randomness import Position
 from fourfold.schedule import Action, Buffer
 from fourfold.schedule.action import ACTIVATION, ACTIVATION_GRADIENT, DEFERRED, FORWARD, STASH
-from fourfold.schedule.work import Piece
+from fourfold.schedule.work import Piece, piece_of
 from fourfold.training.batch import Batch
 from fourfold.training.loss_value import Loss
 from fourfold.wire import Axis
@@ -158,7 +158,7 @@ class Passes:
         return not self.job.left[stage]
 
     def _kept(self, action: Action) -> AbstractContextManager[None]:
-        keeps = (action.kind, action.stage, action.microbatches.start) in self.job.kept
+        keeps = piece_of(action) in self.job.kept
         return self.placed.kept(action.stage, keeps=keeps, forward=action.kind == FORWARD)
 
     def _resumed(self, stage: int, microbatch: int) -> tuple[Bundle | None, list[Tensor], list[Tensor]]:
@@ -207,9 +207,7 @@ class Passes:
                 self._divide_later(made)
             return [made], [torch.full_like(made, 1.0 / self.job.divided)]
         assert isinstance(taken, tuple)
-        pairs = zip(made.values, taken, strict=True)
-        wanted = [(value, by) for value, by in pairs if by is not None and value.requires_grad]
-        return [value for value, _ in wanted], [by for _, by in wanted]
+        return made.ends(taken)
 
 
 def _forms(values: Sequence[Tensor], *, back: bool = False) -> list[Form | None]:

@@ -20,6 +20,7 @@ from fourfold.placement.traffic import Pass
 from fourfold.plan import Rule
 from fourfold.schedule import Action, Body, Buffer, Inline, Program, Ranks, Timeline, drive
 from fourfold.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, REDUCE, UPDATE
+from fourfold.schedule.laid import uses
 from fourfold.schedule.ready import Mode, drive_ready
 from fourfold.schedule.work import Piece
 from fourfold.training.batch import Batch
@@ -35,9 +36,6 @@ from fourfold.wire.links import Links
 
 COMPLETING = (BACKWARD, BACKWARD_WEIGHT)
 """After these kinds of action a micro-batch's gradients of a stage are complete."""
-
-PASSES = {FORWARD: True, BACKWARD: False, BACKWARD_INPUT: False}
-"""Kinds of action that want weights, and whether they are forwards."""
 
 
 @dataclass(frozen=True)
@@ -100,10 +98,12 @@ class Step:
         self._courier: Courier = self.placed.seats or Exchange(self.told, self.device)
         self._under_way = False
         self._crossed: dict[Buffer, list[Form | None]] = {}
-        own = [action for action in self.program.actions if self._is_own(action)]
-        self._back = Counter(action.stage for action in own if action.kind in COMPLETING)
-        self._updates = sum(self._is_own(action) and action.kind == UPDATE for action in self.program.actions)
-        self._lockstep = self.mesh.over(*("x", "y", "z", "data")) if self.mode is not None else self.mesh.over()
+        # What it computes: a move has two ends, and is no one's own.
+        actions = (action for action in self.program.actions if action.source is None)
+        self._own = [action for action in actions if action.worker == self._pipe.index]
+        self._back = Counter(action.stage for action in self._own if action.kind in COMPLETING)
+        self._updates = sum(action.kind == UPDATE for action in self._own)
+        self._lockstep = self.mesh.over("x", "y", "z", "data") if self.mode is not None else self.mesh.over()
         part = self.placed.part
         self._shared = None if part is None else SharedGradients(part, self.placed.units, self._pipe)
         self._links = Links(self._pipe) if self._pipe.size > 1 else None
@@ -117,10 +117,6 @@ class Step:
             UPDATE: self._update,
         }
         self._machine = self._machine_for(self.program, bodies)
-
-    def _is_own(self, action: Action) -> bool:
-        """It computes here; a move has two ends, and is no one's own."""
-        return action.worker == self._pipe.index and action.source is None
 
     def _machine_for(self, program: Program, bodies: Mapping[str, Body]) -> Inline | Ranks[Any]:
         if self._links is None:
@@ -233,12 +229,7 @@ class Step:
     def forecast(self) -> Ledger:
         """The bytes that this rank will hand over in one step like the last one, by the formulas beside the code."""
         ledger = Ledger(rank=self.ledger.rank)
-        own = [action for action in self.program.actions if self._is_own(action)]
-        passes = [
-            Pass(PASSES[one.kind], one.stage, (one.kind, one.stage, one.microbatches.start) in self.kept)
-            for one in own
-            if one.kind in PASSES
-        ]
+        passes = [Pass(*use) for use in uses(self.program, self._pipe.index, self.kept)]
         self.placed.forecast(ledger, passes, self._shapes() if self.placed.split is not None else ())
         sizes = [unit.arena.summed.numel() for unit in self.placed.units if unit.arena.layout.trained]
         self.rule.forecast(ledger, sizes, self.placed.units[0].arena.gradient.element_size())
@@ -252,7 +243,7 @@ class Step:
                 ledger.send(self._pipe.name, kind_of(buffer), "send", sent)
         if self._lockstep.size > 1:
             size = self._lockstep.size
-            for _ in own:
+            for _ in self._own:
                 ledger.send(self._lockstep.name, "control", "all_gather", formulas.all_gather(size, size * 8))
         holders = self.mesh.replica
         if holders.size > 1 and self.optimizer.options.clip is not None:

@@ -51,6 +51,12 @@ class Bundle(NamedTuple):
         """The same values as beginnings of a graph of their own."""
         return self._replace(values=tuple(value.detach().requires_grad_(value.requires_grad) for value in self.values))
 
+    def ends(self, by: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+        """Where backward begins, and with which of these gradients of the values."""
+        pairs = zip(self.values, by, strict=True)
+        wanted = [(value, gradient) for value, gradient in pairs if gradient is not None and value.requires_grad]
+        return [value for value, _ in wanted], [gradient for _, gradient in wanted]
+
     def described(self) -> Tensor:
         """All but the values as whole numbers, int64, so that it can cross."""
         numbers = [len(self.extents), *self.extents, len(self.looks)]

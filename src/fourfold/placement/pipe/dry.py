@@ -43,10 +43,8 @@ def sent(
 def _backward(made: Bundle | Tensor, by: tuple[Tensor | None, ...]) -> None:
     if isinstance(made, Tensor):
         made.backward()
-        return
-    pairs = zip(made.values, by, strict=True)
-    wanted = [(value, gradient) for value, gradient in pairs if gradient is not None and value.requires_grad]
-    torch.autograd.backward([value for value, _ in wanted], [gradient for _, gradient in wanted])
+    else:
+        torch.autograd.backward(*made.ends(by))
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -63,6 +63,12 @@ class Part:
         return tuple(stage for stage, homes in enumerate(self.homes) if self.worker in homes)
 
     @property
+    def paths(self) -> list[str]:
+        """Of the layers that run on the worker."""
+        spans = (range(self.bounds[stage], self.bounds[stage + 1]) for stage in self.stages)
+        return list(dict.fromkeys(self.layers.calls[number].path for span in spans for number in span))
+
+    @property
     def ends(self) -> bool:
         """The worker holds the last stage."""
         return self.worker in self.homes[-1]
@@ -77,6 +83,10 @@ class Part:
     def uses(self, name: str) -> tuple[int, ...]:
         """The stages that read a weight."""
         return tuple(stage for stage, names in enumerate(self.reads) if name in names)
+
+    def readers(self, names: Iterable[str]) -> frozenset[int]:
+        """The stages of this worker that read one of these weights."""
+        return frozenset(stage for name in names for stage in self.uses(name) if stage in self.stages)
 
     def holders(self, name: str) -> tuple[int, ...]:
         """The workers that hold a weight, that of its first stage first."""
